@@ -38,8 +38,7 @@ test-cuda: .venv-cuda/.ready
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(or $(OUT),runs/bench-gpu) --sources="$(SOURCES)"
 
-# What README and docs cite of a CPU, measured again in some 80 minutes on two AVX2 cores, and written
-# into them.
+# Measure again what README and docs cite of a CPU, some 80 minutes on two AVX2 cores, and update them.
 # NANOGPT=CHECKOUT for the peers, TEXT=tiny Shakespeare to download nothing.
 records: $(VENV)/.dev
 	$(MAKE) -f benchmarks/Makefile records BIN=$(BIN) NANOGPT=$(NANOGPT) TEXT=$(TEXT)

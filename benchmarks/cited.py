@@ -1,4 +1,4 @@
-"""What README and docs cite of the records: see figures.py."""
+"""Figures that README and docs cite, with the record and the path of each: see figures.py."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 Answer = dict[str, Any]
 
 
-def speeds(peers: Answer) -> tuple[float, ...]:
+def read_speeds(peers: Answer) -> tuple[float, ...]:
     """Return tokens/s of ours, nanoGPT and transformers, and our ratio to the faster."""
     best: dict[str, float] = {}
     for row in peers["rows"]:
@@ -18,35 +18,35 @@ def speeds(peers: Answer) -> tuple[float, ...]:
     return best["megatoken"], *others, peers["ratio"]
 
 
-def shares(busy: Answer, name: str) -> list[float]:
+def read_shares(busy: Answer, name: str) -> list[float]:
     """Return a program's shares of its quiet speed next to 1, 2 and 4 busy processes."""
     rows = [row for row in busy["rows"] if row["name"] == name and row["busy"]]
     return [row["share_of_quiet"]["median"] for row in sorted(rows, key=lambda row: row["busy"])]
 
 
-def bits(quickstart: Answer) -> list[float]:
+def read_bits(quickstart: Answer) -> list[float]:
     return [seed["bits_per_byte"] for seed in quickstart["seeds"]]
 
 
-def medians(answer: Answer, *path: str) -> tuple[float, ...]:
+def read_medians(answer: Answer, *path: str) -> tuple[float, ...]:
     """Return the medians of the entries of a dictionary in an answer."""
     for key in path:
         answer = answer[key]
     return tuple(entry["median"] for entry in answer.values())
 
 
-def losses(race: Answer, contender: int) -> list[float]:
+def subtract_losses(race: Answer, contender: int) -> list[float]:
     """Return a contender's final losses above the first contender's, by seed."""
     first, other = race["contenders"][0]["runs"], race["contenders"][contender]["runs"]
     pairs = zip(first, other, strict=True)
     return [run["final_loss"] - start["final_loss"] for start, run in pairs]
 
 
-def reading(scale: Answer, order: str) -> list[float]:
+def read_amplification(scale: Answer, order: str) -> list[float]:
     return [row["ratio"] for row in scale["rows"] if row["order"] == order]
 
 
-def scores(chat: Answer) -> tuple[float, ...]:
+def read_scores(chat: Answer) -> tuple[float, ...]:
     """Return pass@1 and exact match in percent, each with its standard error."""
     values = []
     for kind in ("sampled", "greedy"):
@@ -54,7 +54,7 @@ def scores(chat: Answer) -> tuple[float, ...]:
     return tuple(values)
 
 
-def rewarded(hacked: Answer, when: str) -> tuple[float, ...]:
+def read_rewards(hacked: Answer, when: str) -> tuple[float, ...]:
     """Return reward and exact match in percent and tokens per answer, each with its error."""
     values: list[float] = []
     for rule in ("rule", "exact"):
@@ -64,14 +64,14 @@ def rewarded(hacked: Answer, when: str) -> tuple[float, ...]:
     return *values, exact["tokens"], exact["stderr"]["tokens"]
 
 
-def gain(race: Answer, what: str) -> tuple[float, ...]:
+def read_advantage(race: Answer, what: str) -> tuple[float, ...]:
     """Return the second contender's ratio in tokens or seconds, its range and p."""
     second = race["contenders"][1]
     ratio = second[f"{what}_ratio"]
     return ratio["median"], ratio["low"], ratio["high"], second[f"{what}_p"]
 
 
-def worst(gradients: Answer, precision: str, preset: str = "") -> float:
+def find_largest_error(gradients: Answer, precision: str, preset: str = "") -> float:
     """Return the largest relative error of the gradients in a precision."""
     return max(
         row["error"]
@@ -80,39 +80,35 @@ def worst(gradients: Answer, precision: str, preset: str = "") -> float:
     )
 
 
-def kernels(profile: Answer, part: str) -> float:
+def sum_kernels(profile: Answer, part: str) -> float:
     """Return the milliseconds of the kernels whose names contain `part`."""
     return sum(kernel["milliseconds"] for kernel in profile["kernels"] if part in kernel["name"])
 
 
-def thousands(knob: Answer, keys: Sequence[str]) -> list[float]:
+def read_thousands(knob: Answer, keys: Sequence[str]) -> list[float]:
     """Return thousands of tokens/s of some values of a setting."""
     rates = {row["value"]: row["tokens_per_second"]["median"] / 1e3 for row in knob["rows"]}
     return [rates[key] for key in keys]
 
 
-def llmc(runs: Answer) -> list[float]:
+def read_llmc(runs: Answer) -> list[float]:
     return sorted(round(row["tokens_per_second"], -3) for row in runs["runs"])
 
 
-def family(families: Answer, name: str) -> list[float]:
+def read_family(families: Answer, name: str) -> list[float]:
     """Return the largest differences of a family's exports, those that were measured."""
     row = families["families"][name]
     cells = [row[key] for key in ("transformers", "llama.cpp fp32", "llama.cpp q8_0", "vllm")]
     return [cell for cell in cells if not isinstance(cell, str)]
 
 
-def climb(ladder: Answer) -> tuple[float, float, float]:
+def read_ladder(ladder: Answer) -> tuple[float, float, float]:
     """Return the lowest and the highest tokens/s of a ladder, and their ratio."""
     rates = [rung["tokens_per_second"] or 0 for rung in ladder["rungs"]]
     return rates[0], max(rates), max(rates) / rates[0]
 
 
-def rung(ladder: Answer, name: str) -> float:
-    return next(row["tokens_per_second"] for row in ladder["rungs"] if row["name"].startswith(name))
-
-
-def replays(cpu: Answer, gpu: Answer, low: float, high: float) -> list[float]:
+def summarize_replays(cpu: Answer, gpu: Answer, low: float, high: float) -> list[float]:
     """Return the smallest and largest mean and single differences of replays in a range of means."""
     runs = [run for run in cpu["runs"] + gpu["runs"] if low < run["mean_difference"] < high]
     means = [run["mean_difference"] for run in runs]
@@ -120,14 +116,33 @@ def replays(cpu: Answer, gpu: Answer, low: float, high: float) -> list[float]:
     return [min(means), max(means), min(largest), max(largest)]
 
 
-def looping(loops: Answer) -> tuple[int, int]:
+def count_loops(loops: Answer) -> tuple[int, int]:
     """Return how many samples loop, and how many there are."""
     runs = [row for name, row in loops.items() if name != "held out"]
     return sum(row["loops"] for row in runs), sum(row["samples"] for row in runs)
 
 
-def given() -> tuple[()]:
-    """A text with numbers that are not measured, or stand in no record."""
+def count_kills(soak: Answer) -> int:
+    return sum(soak["faults"].values())
+
+
+def count_found(flips: Answer) -> int:
+    return sum(flips[kind]["found"] for kind in ("whole", "sharded", "data"))
+
+
+def read_millions(loader: Answer) -> float:
+    """Return the highest rate of the data loader, in millions of tokens/s."""
+    rates = (row["tokens_per_second"]["later_epochs"]["median"] for row in loader["rows"])
+    return max(rates) / 1e6
+
+
+def read_gain(knob: Answer) -> float:
+    """Return the gain of a setting's second value over the first."""
+    return knob["rows"][1]["gain"] - 1
+
+
+def no_figures() -> tuple[()]:
+    """For texts whose numbers are not measured, or are in no record."""
     return ()
 
 
@@ -183,34 +198,37 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             lambda r: (r["runs"][0]["mean_difference"], abs(r["runs"][0]["largest_difference"])),
         ),
         (
-            "0.8M parameters in {:.1f} minutes on two cores with AVX512-BF16, {:.2f} to {:.2f} bits per "
-            "byte",
+            "0.8M parameters in {:.1f} minutes on two cores, {:.2f} to {:.2f} bits per byte",
             "quickstart",
-            lambda r: (r["wall_seconds_after_installation"] / 60, min(bits(r)), max(bits(r))),
+            lambda r: (
+                r["wall_seconds_after_installation"] / 60,
+                min(read_bits(r)),
+                max(read_bits(r)),
+            ),
         ),
         ("xz -9 needs {:.2f} after", "quickstart", lambda r: r["compressors"]["xz -9"]),
-        ("run on H200s for 27 minutes", "", given),
+        ("run on H200s for 27 minutes", "", no_figures),
         (
             "Gradients differ from a CPU's in fp32 by {:.0e}, and in bf16 by {:.0%} at most",
             "gpu-gradients",
-            lambda r: [worst(r, precision) for precision in ("fp32", "bf16")],
+            lambda r: [find_largest_error(r, precision) for precision in ("fp32", "bf16")],
         ),
         (
             "GPT-2 124M trains at {:,.0f} tokens/s",
             "gpu-adamw-124m",
             lambda r: round(r["rows"][0]["tokens_per_second"]["median"], -3),
         ),
-        ("llm.c reaches {:,.0f} to {:,.0f}", "gpu-llmc-124m", llmc),
-        ("CPU, fp32; {} kills", "kills", lambda r: sum(r["faults"].values())),
+        ("llm.c reaches {:,.0f} to {:,.0f}", "gpu-llmc-124m", read_llmc),
+        ("CPU, fp32; {} kills", "kills", count_kills),
         (
             "{:.1f}x as fast as nanoGPT compiled with AVX2",
             "peers-avx2",
-            lambda r: r["ours"] / speeds(r)[1],
+            lambda r: r["ours"] / read_speeds(r)[1],
         ),
         (
             "trains at {:.0%} of its speed (fair share: {:.0%}; nanoGPT: {:.0%}",
             "busy-quickstart",
-            lambda r: (shares(r, "megatoken")[0], 2 / 3, shares(r, "nanogpt")[0]),
+            lambda r: (read_shares(r, "megatoken")[0], 2 / 3, read_shares(r, "nanogpt")[0]),
         ),
         (
             "and {:.1f}x to {:.1f}x with AVX512-BF16 in bf16",
@@ -226,13 +244,9 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         ),
     ],
     "docs/results.md": [
-        ("1, 2 and 4 processes killed {} times", "kills", lambda r: sum(r["faults"].values())),
+        ("1, 2 and 4 processes killed {} times", "kills", count_kills),
         ("at each of {} system calls", "commit-soak", lambda r: r["points"]),
-        (
-            "{:,} of 10,000 found, no false alarm in 1,000 loads",
-            "flips",
-            lambda r: sum(r[kind]["found"] for kind in ("whole", "sharded", "data")),
-        ),
+        ("{:,} of 10,000 found, no false alarm in 1,000 loads", "flips", count_found),
         (
             "{} faults of {} kinds in {:.0f} minutes",
             "chaos",
@@ -250,35 +264,35 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             "ranks-race",
             lambda r: (r["ratio"], r["save_stall_seconds"]),
         ),
-        ("| GPT-2 124M, 1 x 1,024 tokens, fp32 | " + SPEEDS, "peers-avx2", speeds),
+        ("| GPT-2 124M, 1 x 1,024 tokens, fp32 | " + SPEEDS, "peers-avx2", read_speeds),
         (
             "| 6 layers of 384, 16 x 256 tokens, 4,096 ids, fp32 | {:,.0f} | {:,.0f} | | {:.2f} |",
             "peers-small-4096-avx2",
-            speeds,
+            read_speeds,
         ),
-        ("1 x 1,024 tokens, bf16 | " + SPEEDS, "peers-avx512-bf16-transformers", speeds),
-        ("| GPT-2 124M, 4 x 256 tokens, bf16 | " + SPEEDS, "peers-4x256-avx512-bf16", speeds),
+        ("1 x 1,024 tokens, bf16 | " + SPEEDS, "peers-avx512-bf16-transformers", read_speeds),
+        ("| GPT-2 124M, 4 x 256 tokens, bf16 | " + SPEEDS, "peers-4x256-avx512-bf16", read_speeds),
         (
             "| 6 layers of 384, 16 x 256 tokens, 256 ids, bf16 | " + SPEEDS,
             "peers-small-256-avx512-bf16",
-            speeds,
+            read_speeds,
         ),
-        ("the same, 4,096 ids, bf16 | " + SPEEDS, "peers-small-4096-avx512-bf16", speeds),
-        ("the same, 50,257 ids, bf16 | " + SPEEDS, "peers-small-50257-avx512-bf16", speeds),
-        ("85% of our step is matrix products", "", given),
+        ("the same, 4,096 ids, bf16 | " + SPEEDS, "peers-small-4096-avx512-bf16", read_speeds),
+        ("the same, 50,257 ids, bf16 | " + SPEEDS, "peers-small-50257-avx512-bf16", read_speeds),
+        ("85% of our step is matrix products", "", no_figures),
         ("it was {:.2f} for GPT-2 124M", "peers-avx512-bf16-half", lambda r: r["ratio"]),
         (
-            "While other programs keep 1, 2 and 4 cores busy, the quickstart's step in bf16 runs at {:.0%}, "
+            "While other programs keep 1, 2 and 4 cores busy, the quickstart's step runs at {:.0%}, "
             "{:.0%} and {:.0%} of its speed",
             "busy-quickstart",
-            lambda r: shares(r, "megatoken"),
+            lambda r: read_shares(r, "megatoken"),
         ),
         (
             "nanoGPT's at {:.0%}, {:.0%} and {:.0%}",
             "busy-quickstart",
-            lambda r: shares(r, "nanogpt"),
+            lambda r: read_shares(r, "nanogpt"),
         ),
-        ("fair share would be 67%, 50% and 33%", "", given),
+        ("fair share would be 67%, 50% and 33%", "", no_figures),
         (
             "{:.0f} tokens/s, with 8-bit weights {:.0f}; transformers {:.0f}",
             "generate",
@@ -295,25 +309,19 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         (
             "with 1, 4 and 8 clients, fp32: {:.0f}, {:.0f} and {:.0f} tokens/s",
             "serve",
-            lambda r: medians(r, "tokens_per_second"),
+            lambda r: read_medians(r, "tokens_per_second"),
         ),
         (
             "Tokenizing: {:.1f} MB/s, the `tokenizers` library {:.1f}",
             "prepare",
-            lambda r: medians(r, "megabytes_per_second"),
+            lambda r: read_medians(r, "megabytes_per_second"),
         ),
         (
             "1 GB of text needs {} MB of memory",
             "prepare-memory",
             lambda r: r["peak_resident_megabytes"],
         ),
-        (
-            "{:.0f} million tokens/s on one core",
-            "loader",
-            lambda r: max(
-                row["tokens_per_second"]["later_epochs"]["median"] / 1e6 for row in r["rows"]
-            ),
-        ),
+        ("{:.0f} million tokens/s on one core", "loader", read_millions),
         (
             "15T tokens in {:,} sparse shards opens in {:.2f} s of CPU time, with {} read calls and "
             "{:.0f} kB",
@@ -328,19 +336,23 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         (
             "one of 1, 8 or 1,024 ranks reads {:.2f}, {:.2f} and {:.2f} times",
             "scale",
-            lambda r: reading(r, "spans"),
+            lambda r: read_amplification(r, "spans"),
         ),
-        ("with `shuffled`, {:.0f} times", "scale", lambda r: median(reading(r, "shuffled"))),
+        (
+            "with `shuffled`, {:.0f} times",
+            "scale",
+            lambda r: median(read_amplification(r, "shuffled")),
+        ),
         (
             "a run of 100,000 steps: {:.0f} kB, drawn after {:.2f} s",
             "report",
             lambda r: (r["bytes"] / 1e3, r["open_seconds"]),
         ),
-        ("GPT-2 124M with AVX512-BF16, {:.0f} to {:.0f} tokens/s, {:.1f} times", "ladder", climb),
+        ("GPT-2 124M, {:.0f} to {:.0f} tokens/s, {:.1f} times", "ladder", read_ladder),
         (
-            "The quickstart took {:.0f} s with AVX512-BF16. Three seeds end at {:.3f}, {:.3f} and {:.3f} bits",
+            "The quickstart took {:.0f} s. Three seeds end at {:.3f}, {:.3f} and {:.3f} bits",
             "quickstart",
-            lambda r: (r["wall_seconds_after_installation"], *bits(r)),
+            lambda r: (r["wall_seconds_after_installation"], *read_bits(r)),
         ),
         ("xz -9 needs {:.3f} after", "quickstart", lambda r: r["compressors"]["xz -9"]),
         (
@@ -361,10 +373,14 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             "native-loss",
             lambda r: (r["losses_124m"]["bf16 native"][-1], r["losses_124m"]["fp32"][-1]),
         ),
-        ("64 x 1,024 tokens a step, bf16, torch 2.11 with CUDA 13.0", "", given),
-        ("differs by some 3% between rows", "", given),
+        ("64 x 1,024 tokens a step, bf16, torch 2.11 with CUDA 13.0", "", no_figures),
+        ("differs by some 3% between rows", "", no_figures),
         *(
-            (f"{row} | {fields} |", f"gpu-{record}-124m", partial(thousands, keys=keys.split()))
+            (
+                f"{row} | {fields} |",
+                f"gpu-{record}-124m",
+                partial(read_thousands, keys=keys.split()),
+            )
             for row, fields, record, keys in GPU_ROWS
         ),
         (
@@ -373,11 +389,11 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             lambda r: [run["tokens_per_second"] / 1e3 for run in r["runs"]],
         ),
         (
-            "differ from those of a CPU in fp32 by {:.0e} in fp32 (relative L2 norm) and {:.1%} in "
+            "differ from a CPU's fp32 gradients by {:.0e} in fp32 (relative L2 norm) and {:.1%} in "
             "bf16 for GPT-2 124M, and by {:.0e} and {:.1%} for llama-110m",
             "gpu-gradients",
             lambda r: [
-                worst(r, precision, preset)
+                find_largest_error(r, precision, preset)
                 for preset in ("gpt2-124m", "llama-110m")
                 for precision in ("fp32", "bf16")
             ],
@@ -385,7 +401,7 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         (
             "100 steps of 131,072 tokens was killed after step 62 and resumed from step 50",
             "",
-            given,
+            no_figures,
         ),
         (
             "The {} steps that ran twice had the same losses to {:.1e}",
@@ -404,7 +420,7 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             "gpu-kernels-124m",
             lambda r: (
                 r["step_milliseconds"],
-                *(kernels(r, part) for part in ("nvjet", "cudnn", "_cross_entropy", "gelu")),
+                *(sum_kernels(r, part) for part in ("nvjet", "cudnn", "_cross_entropy", "gelu")),
             ),
         ),
         (
@@ -415,7 +431,7 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         ),
     ],
     "docs/recipes.md": [
-        ("10M parameters, Python sources, 3 seeds, two CPU cores in bf16", "", given),
+        ("10M parameters, Python sources, 3 seeds, two CPU cores in bf16", "", no_figures),
         (
             "ends at {:.2f} after {:.1f}M tokens. The modern recipe reaches that loss after {:,.0f}",
             "race-modern",
@@ -428,42 +444,50 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         (
             "**{:.1f}x fewer tokens** ({:.1f} to {:.1f}, p {:.4f})",
             "race-modern",
-            lambda r: gain(r, "tokens"),
+            lambda r: read_advantage(r, "tokens"),
         ),
         (
             "**{:.1f}x less time** ({:.1f} to {:.1f}, p {:.4f})",
             "race-modern",
-            lambda r: gain(r, "seconds"),
+            lambda r: read_advantage(r, "seconds"),
         ),
-        ("0.2 tokens per parameter", "", given),
-        ("others published a factor of 6.0 to a loss of 3.28", "", given),
-        ("after 200,000 tokens with one ingredient removed, two seeds", "", given),
-        ("differ by 0.02; differences within a seed agree to 0.03, Muon's to 0.08", "", given),
+        ("0.2 tokens per parameter", "", no_figures),
+        ("others published a factor of 6.0 to a loss of 3.28", "", no_figures),
+        ("after 200,000 tokens with one ingredient removed, two seeds", "", no_figures),
+        ("differ by 0.02; differences within a seed agree to 0.03, Muon's to 0.08", "", no_figures),
         *(
-            (f"{setting} | {{:+.3f}}, {{:+.3f}}", "race-ablation", partial(losses, contender=index))
+            (
+                f"{setting} | {{:+.3f}}, {{:+.3f}}",
+                "race-ablation",
+                partial(subtract_losses, contender=index),
+            )
             for setting, index in ABLATIONS.items()
         ),
-        ("no effect in 49 steps", "", given),
+        ("no effect in 49 steps", "", no_figures),
         (
             "together gain {:.3f} nats after 160 steps of a smaller model (three seeds, p {:.3f}",
             "race-smear",
-            lambda r: (-mean(losses(r, 3)), r["contenders"][3]["loss_p"]),
+            lambda r: (-mean(subtract_losses(r, 3)), r["contenders"][3]["loss_p"]),
         ),
         (
             "values of the momentum to about 1 by five Newton-Schulz iterations, times sqrt(max(1,",
             "",
-            given,
+            no_figures,
         ),
         (
             "costs {:.1%} more than AdamW's for GPT-2 124M and 65,536 tokens",
             "muon-overhead",
             lambda r: r["share"],
         ),
-        ("{:.3f} nats less at the start of training", "race-recipe", lambda r: -mean(losses(r, 1))),
+        (
+            "{:.3f} nats less at the start of training",
+            "race-recipe",
+            lambda r: -mean(subtract_losses(r, 1)),
+        ),
         (
             "{:.3f} to {:.3f} less after the quickstart",
             "race-equal-rows",
-            lambda r: sorted(-loss for loss in losses(r, 1))[::2],
+            lambda r: sorted(-loss for loss in subtract_losses(r, 1))[::2],
         ),
         ("p {:.2f}), so no recipe", "race-equal-rows", lambda r: r["contenders"][1]["loss_p"]),
         (
@@ -491,32 +515,32 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             ),
         ),
         ("{} held-out exercises", "rl-answers", lambda r: r["start"]["greedy"]["prompts"]),
-        ("sampled, pass@1", "", given),
+        ("sampled, pass@1", "", no_figures),
         (
             "| SFT for {:.0f} s | {:.1f}% ± {:.1f} | {:.1f}% ± {:.1f}",
             "rl-answers",
-            lambda r: (r["start"]["seconds"], *scores(r["start"])),
+            lambda r: (r["start"]["seconds"], *read_scores(r["start"])),
         ),
         (
             "then GRPO for {:.0f} s, {} steps | {:.1f}% ± {:.1f} | {:.1f}% ± {:.1f}",
             "rl-answers",
-            lambda r: (r["grpo"][0]["seconds"], r["grpo"][0]["steps"], *scores(r["grpo"][0])),
+            lambda r: (r["grpo"][0]["seconds"], r["grpo"][0]["steps"], *read_scores(r["grpo"][0])),
         ),
         (
             "or more SFT for {:.0f} s | {:.1f}% ± {:.1f} | {:.1f}% ± {:.1f}",
             "rl-answers",
-            lambda r: (r["sft"]["seconds"], *scores(r["sft"])),
+            lambda r: (r["sft"]["seconds"], *read_scores(r["sft"])),
         ),
         ("After {} steps of GRPO with it", "hacked-reward", lambda r: r["steps"]),
         *(
             (
                 f"| {when} | {{:.1f}}% ± {{:.1f}} | {{:.1f}}% ± {{:.1f}} | {{:.1f}} ± {{:.1f}} |",
                 "hacked-reward",
-                partial(rewarded, when=when),
+                partial(read_rewards, when=when),
             )
             for when in ("before", "after")
         ),
-        ("others get status 429", "", given),
+        ("others get status 429", "", no_figures),
         (
             "Eight clients get {:.1f} times the tokens/s of one",
             "serve",
@@ -549,7 +573,7 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
                 ),
             ),
         ),
-        ("acc 28.92 and acc_norm 31.14 by the harness, acc_token_mean 29.55", "", given),
+        ("acc 28.92 and acc_norm 31.14 by the harness, acc_token_mean 29.55", "", no_figures),
     ],
     "docs/numbers.md": [
         (
@@ -574,7 +598,7 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         ),
     ],
     "docs/plan.md": [
-        ("GPT-2 124M, 64 x 1,024, takes 22.06 GB", "", given),
+        ("GPT-2 124M, 64 x 1,024, takes 22.06 GB", "", no_figures),
         (
             "and took {:.2f} GB on an H200",
             "gpu-adamw-124m",
@@ -582,7 +606,7 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         ),
         ("hidden communication | {:.0%}", "ranks-overlap", lambda r: r["share"]),
         (
-            "the planned time was {:.2f} times that of the run that followed ({:.2f} to {:.2f}), and "
+            "the planned time was {:.2f} times the time of the next run ({:.2f} to {:.2f}), and "
             "the planned memory {:.2f} times ({:.2f} to {:.2f})",
             "plan",
             lambda r: (*r["ratios"]["all"]["after"], *r["ratios"]["all"]["memory"]),
@@ -600,16 +624,16 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             (
                 f"{row} | {{:.0e}} | {{:.0e}}, {{:.0e}} | {{:.0e}} |",
                 "families",
-                partial(family, name=name),
+                partial(read_family, name=name),
             )
             for row, name in FAMILIES.items()
         ),
         (
             "`window` in all layers, or none | {:.0e} | – | {:.0e} |",
             "families",
-            partial(family, name="Mistral"),
+            partial(read_family, name="Mistral"),
         ),
-        ("windows in families other than Gemma 3 (Mistral 7B v0.1)", "", given),
+        ("windows in families other than Gemma 3 (Mistral 7B v0.1)", "", no_figures),
     ],
     "docs/decisions.md": [
         (
@@ -617,22 +641,14 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             "ranks-overlap",
             lambda r: r["share"],
         ),
-        (
-            "trained GPT-2 124M only {:.1%} faster on",
-            "gpu-adamw-124m",
-            lambda r: r["rows"][1]["gain"] - 1,
-        ),
+        ("trained GPT-2 124M only {:.1%} faster on", "gpu-adamw-124m", read_gain),
         (
             "At 65,536 x 768 -> 3,072 in bf16, the product with GELU takes {:.3f} ms, torch's two "
             "kernels {:.3f}",
             "gpu-epilogues",
             lambda r: [r[f"GELU {EPILOGUE} x (3072,)"][key] for key in ("ms", "torch ms")],
         ),
-        (
-            "GPT-2 124M trains {:.1%} faster",
-            "gpu-gemm-backend-124m",
-            lambda r: r["rows"][1]["gain"] - 1,
-        ),
+        ("GPT-2 124M trains {:.1%} faster", "gpu-gemm-backend-124m", read_gain),
         (
             "sum a bias's gradient are slower: {:.3f} instead of {:.3f} ms",
             "gpu-epilogues",
@@ -640,20 +656,10 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
                 r["bias gradient (65536, 2304) x (65536, 768)"][key] for key in ("ms", "torch ms")
             ],
         ),
-        ("fusing GELU gave 871 tokens/s and a separate pass 911", "", given),
-        (
-            "Windows of 1,024 tokens come at {:.0f} million tokens/s",
-            "loader",
-            lambda r: max(
-                row["tokens_per_second"]["later_epochs"]["median"] / 1e6 for row in r["rows"]
-            ),
-        ),
-        ("about 20% of a load from the page cache", "", given),
-        (
-            "{:,} of 10,000 flipped bits were found",
-            "flips",
-            lambda r: sum(r[kind]["found"] for kind in ("whole", "sharded", "data")),
-        ),
+        ("fusing GELU gave 871 tokens/s and a separate pass 911", "", no_figures),
+        ("Windows of 1,024 tokens come at {:.0f} million tokens/s", "loader", read_millions),
+        ("about 20% of a load from the page cache", "", no_figures),
+        ("{:,} of 10,000 flipped bits were found", "flips", count_found),
         (
             "{} of {} texts",
             "serve",
@@ -664,36 +670,35 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
             "dryrun",
             lambda r: r["advice"].split("%")[0].split()[-1],
         ),
-        (
-            "it trains GPT-2 124M {:.1%} faster, and no faster",
-            "gpu-fp8-124m",
-            lambda r: r["rows"][1]["gain"] - 1,
-        ),
-        ("move 71.5 tensors of its width instead of 54", "", given),
-        (
-            "the full model is {:.1%} faster on one GPU",
-            "gpu-compile-124m",
-            lambda r: r["rows"][1]["gain"] - 1,
-        ),
+        ("it trains GPT-2 124M {:.1%} faster, and no faster", "gpu-fp8-124m", read_gain),
+        ("move 71.5 tensors of its width instead of 54", "", no_figures),
+        ("the full model is {:.1%} faster on one GPU", "gpu-compile-124m", read_gain),
         (
             "by {:.3f}, {:.3f} and {:.3f}, but the spread between seeds is as large (p {:.2f}",
             "race-equal-rows",
-            lambda r: (*(-loss for loss in losses(r, 1)), r["contenders"][1]["loss_p"]),
+            lambda r: (*(-loss for loss in subtract_losses(r, 1)), r["contenders"][1]["loss_p"]),
         ),
         (
             "In 160 steps it gains {:.3f} nats (p {:.4f}), as much as NorMuon ({:.3f})",
             "race-recipe",
-            lambda r: (-mean(losses(r, 1)), r["contenders"][1]["loss_p"], -mean(losses(r, 2))),
+            lambda r: (
+                -mean(subtract_losses(r, 1)),
+                r["contenders"][1]["loss_p"],
+                -mean(subtract_losses(r, 2)),
+            ),
         ),
         ("changed nothing (p {:.2f})", "race-recipe", lambda r: r["contenders"][4]["loss_p"]),
-        ("needs a hash block of 64 KiB", "", given),
+        ("needs a hash block of 64 KiB", "", no_figures),
         (
             "reads {:.0f} times the bytes it uses from data that does not fit in memory, and `spans` "
             "{:.2f} times",
             "scale",
-            lambda r: (median(reading(r, "shuffled")), reading(r, "spans")[0]),
+            lambda r: (
+                median(read_amplification(r, "shuffled")),
+                read_amplification(r, "spans")[0],
+            ),
         ),
-        ("eight windows of 128 tokens per file, with 7% of the data in use", "", given),
+        ("eight windows of 128 tokens per file, with 7% of the data in use", "", no_figures),
         (
             "three seeds end at {:.3f} with `shuffled` and at {:.3f} with `spans` (p {:.3f}",
             "race-order",
@@ -707,25 +712,19 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         (
             "mean differences {:.2f} to {:.2f} nats, largest {:.2f} to {:.2f}",
             "reproduce gpu-reproduce",
-            partial(replays, low=0.0, high=0.2),
+            partial(summarize_replays, low=0.0, high=0.2),
         ),
         (
             "five runs, mean {:.2f} to {:.2f}, largest {:.2f} to {:.2f}",
             "reproduce gpu-reproduce",
-            partial(replays, low=0.2, high=1.0),
+            partial(summarize_replays, low=0.2, high=1.0),
         ),
-        ("M3 laptop: CPU, MPS | 645, 1,499 | | | {:.0f} |", "ladder", partial(rung, name="plain")),
-        ("42,871 | 43,573 | | {:.0f} |", "ladder", partial(rung, name="bf16")),
-        ("48,154 | 45,937 | | {:.0f} |", "ladder", partial(rung, name="flash")),
-        ("55,271 | 53,872 | | {:.0f} |", "ladder", partial(rung, name="compile")),
-        ("78,750 | 81,737 | | {:.0f} |", "ladder", partial(rung, name="fused AdamW")),
-        ("| our kernels | | | | {:.0f} |", "ladder", lambda r: climb(r)[1]),
         (
             "442,553 | 496,322 | {:,.0f} on an H200",
             "gpu-adamw-124m",
             lambda r: round(r["rows"][0]["tokens_per_second"]["median"], -3),
         ),
-        ("**16 bits without a loss scale.**", "", given),
+        ("**16 bits without a loss scale.**", "", no_figures),
         (
             "ours is within {:.2f} nats of theirs",
             "gpu-reproduce-unscaled",
@@ -734,17 +733,17 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         (
             "Its last run, of 524,288 tokens per step, stalls at 7.85 and ours ends at 5.74",
             "",
-            given,
+            no_figures,
         ),
     ],
     "docs/your-own-text.md": [
-        ("after 303 of the 1,300 steps", "", given),
+        ("after 303 of the 1,300 steps", "", no_figures),
         (
             "`--temperature 0.7` is more careful, but a small model then repeats itself: from the "
             "quickstart, {} of {} samples loop at 0.8",
             "loops-0.8",
-            looping,
+            count_loops,
         ),
-        ("and {} of {} at 1, the default", "loops", looping),
+        ("and {} of {} at 1, the default", "loops", count_loops),
     ],
 }

@@ -3,8 +3,8 @@
     python -m benchmarks.pages    # write the newest figures into the pages
 
 FIGURES lists, for each page, a text with format fields in place of figures, the names of records,
-and a function from the answers of these records to the figures. In `fill`, whitespace of the text
-matches any whitespace of the page. A link to a record says where and when it was measured.
+and a function from the answers of these records to the figures. Whitespace in a text matches any
+whitespace in the page. The text of a link to a record is its machine and date.
 """
 
 import json
@@ -44,13 +44,13 @@ def describe_origin(name: str) -> str:
     return " ".join([*device.split(), *instructions.split()]) + f", {record['date']}"
 
 
-def name_origin(link: re.Match[str]) -> str:
+def update_origin(link: re.Match[str]) -> str:
     """Return the text of a link to a record, as it is if only its line breaks differ."""
     origin = f"[{describe_origin(link[1])}]"
     return link[0] if " ".join(link[0].split()) == origin else origin
 
 
-def find(figure: Figure, page: str) -> re.Match[str]:
+def find_text(figure: Figure, page: str) -> re.Match[str]:
     """Return the only match of a figure's text in a page. Raises LookupError."""
     literals = re.split(r"\{[^}]*\}", figure[0])
     parts = [re.sub(r"(?:\\?\s)+", r"\\s+", re.escape(literal)) for literal in literals]
@@ -60,29 +60,29 @@ def find(figure: Figure, page: str) -> re.Match[str]:
     return matches[0]
 
 
-def show(field: str, value: Any) -> str:
+def format_figure(field: str, value: Any) -> str:
     """Format a figure: 1e-7 instead of 1e-07, zero without a sign."""
     text = field.format(value).replace("e-0", "e-").replace("0e+00", "0")
     return re.sub(r"^[-+](?=0\.0+$)", "", text)
 
 
-def fill(name: str, page: str) -> str:
+def fill_page(name: str, page: str) -> str:
     """Return a page with the newest figures. Raises LookupError."""
     for figure in FIGURES.get(name, []):
         text, records, compute = figure
         values = compute(*(read_record(record)["answer"] for record in records.split()))
         fields = re.findall(r"\{[^}]*\}", text)
         values = values if isinstance(values, tuple | list) else [values]
-        match = find(figure, page)
+        match = find_text(figure, page)
         for index, (field, value) in reversed([*enumerate(zip(fields, values, strict=True), 1)]):
             start, end = match.span(index)
-            page = page[:start] + show(field, value) + page[end:]
-    return LINK.sub(name_origin, page)
+            page = page[:start] + format_figure(field, value) + page[end:]
+    return LINK.sub(update_origin, page)
 
 
-def list_unknown(name: str, page: str) -> list[str]:
+def list_unlisted(name: str, page: str) -> list[str]:
     """Return the numbers of a page next to links to records that no text of FIGURES covers."""
-    covered = [find(figure, page).span() for figure in FIGURES.get(name, [])]
+    covered = [find_text(figure, page).span() for figure in FIGURES.get(name, [])]
     return [
         f"{number}: {page[max(0, start - 60) : start + 40]!r}"
         for start, number in list_cited_numbers(page)

@@ -10,7 +10,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from benchmarks.figures import PAGES, ROOT, describe_origin, fill, list_unknown
+from benchmarks.figures import PAGES, ROOT, describe_origin, fill_page, list_unlisted
 from megatoken.base.published import MODELS, RUNS
 from megatoken.cli import COMMANDS, load_command
 from megatoken.cli.arguments import build_parser
@@ -106,8 +106,8 @@ def main() -> None:
     page.write_text(written + REPLAYS_HEADING + list_replays())
     for name in PAGES:
         page = ROOT / name
-        page.write_text(fill(name, page.read_text()))
-        for number in list_unknown(name, page.read_text()):
+        page.write_text(fill_page(name, page.read_text()))
+        for number in list_unlisted(name, page.read_text()):
             print(f"{name}: in no text of benchmarks/cited.py: {number}")
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from benchmarks.figures import PAGES, ROOT, fill, list_unknown
+from benchmarks.figures import PAGES, ROOT, fill_page, list_unlisted
 from benchmarks.pages import list_records, list_replays
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_has_the_figures_of_its_records(name: str):
     page = (ROOT / name).read_text()
-    assert page == fill(name, page)
-    assert list_unknown(name, page) == []
+    assert page == fill_page(name, page)
+    assert list_unlisted(name, page) == []
 
 
 def test_tables_of_records_are_up_to_date():

@@ -10,6 +10,7 @@ from benchmarks.report import draw_pictures
 from benchmarks.scoreboard import list_speeds
 from megatoken.base.console import Console
 from megatoken.base.markdown_table import format_cell
+from megatoken.study.bench.report import write_record
 
 
 def figure(median: float, low: float, high: float) -> dict[str, Any]:
@@ -56,3 +57,8 @@ def test_pictures_are_drawn_from_records(tmp_path: Path):
     records = {"ladder": json.loads(Path("records/ladder.json").read_text())}
     draw_pictures(records, tmp_path, Console())
     assert (tmp_path / "ladder.png").is_file()
+
+
+def test_a_record_names_no_absolute_path(tmp_path: Path):
+    path = write_record(tmp_path, "a", {}, "cpu", ["bench", "--data", "/home/me/text.txt"])
+    assert json.loads(path.read_text())["command"] == "bench --data text.txt"

@@ -23,8 +23,10 @@ PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton"
 def write_record(folder: Path, name: str, result: Row, device: str, command: Sequence[str]) -> Path:
     """Write a benchmark's result to FOLDER/NAME.json and return the path.
 
-    The record also has the command, the commit, the hardware and the versions. Raises StorageError.
+    The record also has the command, the commit, the hardware and the versions. Absolute paths in
+    the command are reduced to their names. Raises StorageError.
     """
+    words = [Path(word).name if word.startswith("/") else word for word in command]
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -32,7 +34,7 @@ def write_record(folder: Path, name: str, result: Row, device: str, command: Seq
     record = {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "command": redact(shlex.join(command)),
+        "command": redact(shlex.join(words)),
         "commit": find_commit(),
         "hardware": {
             "device": device,
