@@ -737,7 +737,6 @@ FIGURES: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         ),
     ],
     "docs/your-own-text.md": [
-        ("after 303 of the 1,300 steps", "", no_figures),
         (
             "`--temperature 0.7` is more careful, but a small model then repeats itself: from the "
             "quickstart, {} of {} samples loop at 0.8",

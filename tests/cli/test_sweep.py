@@ -197,3 +197,4 @@ def test_workers_share_a_sweep_and_take_up_killed_trials(
     assert [row.pop("workers") for row in serial["trials"]]
     assert shared["trials"] == serial["trials"]
     assert trial.with_name("trial-000.log").read_text().count("resuming from step-") == 2
+    assert (tmp_path / "log").read_text().count("the same command resumes") == 1

@@ -57,7 +57,7 @@ def export(
     out = local_path(out)
     warn = console.warn if console else warnings.warn
     if os.path.lexists(out):
-        raise StorageError("the folder exists", out, "choose another --out")
+        raise StorageError("it already exists", out, "choose another --out")
     chosen = FORMATS[to]
     if not chosen.quantizes and dtype not in ("fp32", "bf16"):
         raise ConfigError(f"--to {to} has no {dtype}", "--dtype", "use fp32 or bf16, or --to gguf")

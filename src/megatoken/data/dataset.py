@@ -492,7 +492,7 @@ def list_shards(folder: Folder, external_tokenizer: str) -> tuple[Manifest, _Lis
                 return manifest, _divide(files)
     fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
     if not (path.exists() or path.is_absolute()):
-        fix = "it is relative to where the run began: start there, or give data.path=PATH"
+        fix = "start in the folder it is relative to, give data.path=PATH, or make it: megatoken prepare"
     raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
 
 

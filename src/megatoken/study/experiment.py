@@ -135,7 +135,7 @@ class Run:
             pass
 
 
-def train_all(ask: Callable[[], Run | None], slots: Slots) -> bool:
+def train_all(ask: Callable[[], Run | None], slots: Slots, console: Console) -> bool:
     """Train the runs that `ask` returns, one per slot at once.
 
     A slot whose run has ended asks for the next one, until it gets None. An error stops all runs.
@@ -161,4 +161,6 @@ def train_all(ask: Callable[[], Run | None], slots: Slots) -> bool:
         handle_signals(("SIGTERM", "SIGINT"), lambda *_: stopping.set()),
     ):
         list(pool.map(work, range(slots.jobs)))  # raises what a thread raised
+    if stopping.is_set():
+        console.print("stopped, all saved; the same command resumes")
     return stopping.is_set()

@@ -39,7 +39,7 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
     if not run.is_main:
         return
     for change in changes:
-        run.console.print(f"changed  {change}")
+        run.console.print(f"changed       {change}")
         run.event(
             "setting changed", key=change.key, old=change.old, new=change.new, message=str(change)
         )
@@ -50,7 +50,7 @@ def record_changes(run: Run, changes: Sequence[Change]) -> None:
         return
     old_lr = old.schedule.lr(step - 1)
     message = describe_rates(new.schedule, step, new.total_steps, old_lr)
-    run.console.print(f"schedule {message}")
+    run.console.print(f"schedule      {message}")
     run.event(
         "schedule changed",
         message=message,

@@ -69,7 +69,7 @@ def serve(options: Namespace, console: Console) -> Data:
         size = format_memory(cache_tokens * bytes_per_token)
         cache = f"KV cache of up to {cache_tokens:,} tokens ({size})"
         console.print(
-            f"{loaded.source}: chat at {address}/, API at {address}/v1, {cache}; stop with Ctrl-C"
+            f"{loaded.source}: page at {address}/, API at {address}/v1, {cache}; stop with Ctrl-C"
         )
         # Before and after its own handlers: uvicorn raises the signals that stopped it again.
         with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):

@@ -168,7 +168,7 @@ def _print(tuning: Tuning, run: Run, *, explain: bool) -> None:
     """Print the choices, warn of what makes training slower, and explain them if asked."""
     console = run.console
     choice = tuning.choice
-    console.print(f"kernels  {choice}")
+    console.print(f"kernels       {choice}")
     if run.device.type == "cpu" and not find_library():
         console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
     elif run.device.type == "cpu" and (fault := find_amx_fault()):
@@ -184,7 +184,7 @@ def _print(tuning: Tuning, run: Run, *, explain: bool) -> None:
             console.print(f"  {name:<9} {reason}")
     if len(tuning.tokens_per_second) > 1:
         rates = ", ".join(f"{n}: {rate:,.0f}" for n, rate in tuning.tokens_per_second.items())
-        console.print(f"micro-batch {tuning.micro_batch} sequences (tokens/s by size: {rates})")
+        console.print(f"micro-batch   {tuning.micro_batch} sequences (tokens/s by size: {rates})")
     if tuning.note:
         console.warn(tuning.note)
 

@@ -117,7 +117,7 @@ def run(options: Namespace, console: Console) -> Result:
             contenders = fit_budgets(contenders, options, slots, console)
         if contenders:
             rounds = list_rounds(contenders, options, slots, console)
-            train_all(partial(choose_run, rounds), slots)
+            train_all(partial(choose_run, rounds), slots, console)
         finished = {
             seed: runs
             for seed, runs in rounds.items()
@@ -205,7 +205,7 @@ def fit_budgets(
             name = f"{contender.label}, {folder.name}"
             arguments = [*contender.arguments, *settings]
             runs[contender.label] = Racer(folder, arguments, console, name, 0)
-    if train_all(partial(choose_run, rounds), slots):
+    if train_all(partial(choose_run, rounds), slots, console):
         return []
     fitted = []
     for contender in contenders:

@@ -67,7 +67,7 @@ def run(options: Namespace, console: Console) -> Result:
     with warnings.catch_warnings(action="ignore"):
         with lock_folder(options.out, "sweep", on_wait=lambda: None):  # others also open it
             search = Sweep(options, space, settings, slots.share_cores(machine), console)
-        is_stopped = train_all(search.ask, slots)
+        is_stopped = train_all(search.ask, slots, console)
         data = report(search)
     return Result(ExitCode.STOPPED if is_stopped else ExitCode.DONE, data)
 

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 HELP = "tokenize text into shards"
 EXAMPLE = "megatoken prepare texts/ --out data/mine"
 COMMON = ("val_fraction", "shard_tokens", "invalid")  # options of text and of conversations
+LABELS = {
+    "empty": "documents without text",
+    "replaced": "documents with invalid UTF-8, replaced",
+    "binary_files": "binary files",
+    "seams": "cuts inside documents, which may change ids",
+    "val_from_tail_tokens": "tokens held out at the text's end",
+}
 # By the kind of examples.
 RECIPES = {"chat": "sft", "preference": "dpo", "kto": "kto", "prompt": "grpo"}
 
@@ -260,9 +267,7 @@ def print_summary(
         console.print(f"{summary}, {format_duration(prepared.seconds)} ({rate} tokens/s)")
     for name, number in prepared.counts.items():
         if number:
-            label = name if " " in name else name.replace("_", " ")
-            label = label.replace("val from tail tokens", "tokens held out at the text's end")
-            console.print(f"  {label}: {number:,}")
+            console.print(f"  {LABELS.get(name, name)}: {number:,}")
     for split, sizes in prepared.bytes.items():
         text, decoded, lost = (sizes[size] for size in ("text", "decoded", "lost"))
         if text != decoded or lost:
