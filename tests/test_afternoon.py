@@ -38,12 +38,12 @@ def test_three_ideas_are_raced_swept_resumed_and_used(
         output = capsys.readouterr()
         return output.out + output.err
 
-    race = ["race", tiny, f"{tiny} {' '.join(ideas)}", data, "--tokens", "960", "--seeds", "2"]
-    printed = run(*race, "--jobs", "2", "--turn", "0", "--out", "race", *ours)
-    assert len(re.findall(r"seed 13\d\d: step 5, validation loss", printed)) == 4
+    race = ["race", tiny, f"{tiny} {' '.join(ideas)}", data, "--tokens", "960", "--seeds", "1"]
+    printed = run(*race, "--jobs", "2", "--out", "race", *ours)
+    assert len(re.findall(r"seed 1337: step 5, validation loss", printed)) == 2
     weights = "objective.terms=penalty=1e-4|penalty=1e-2"
     run("sweep", tiny, data, weights, "budget.steps=2", "--trials", "1", *ours, "--out", "sweep")
-    train = ["train", tiny, data, *ideas, "budget.steps=100", "--nproc", "2", "--out", "mine"]
+    train = ["train", tiny, data, *ideas, "budget.steps=100", "--out", "mine"]
     monkeypatch.setenv(IMPORT, "")
     killed = subprocess.Popen([*COMMAND, *train, *ours], start_new_session=True)
     while not list_steps(tmp_path / "mine" / "checkpoints"):

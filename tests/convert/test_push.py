@@ -11,7 +11,16 @@ import yaml
 from tests.convert.hub import TOKEN, serve_hub
 from tests.tiny_run import read_rows, train, write_shards
 
-LOAD = """
+USE = """
+import os, sys
+from megatoken.cli.main import main
+
+def push(token, out):
+    os.environ["HF_TOKEN"] = token
+    return main(["export", sys.argv[1], "--out", out, "--push", "me/tiny"])
+
+assert push("wrong", "refused") == 5
+assert push(sys.argv[2], "out") == 0
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("me/tiny")
 print(sum(p.numel() for p in model.parameters()))
@@ -25,29 +34,20 @@ def test_a_pushed_run_is_loaded_from_the_hub_with_its_card(tmp_path: Path):
     run = tmp_path / "run"
     train(run, data)
     with serve_hub() as (address, files):
-        variables = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
-        variables |= {"HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "wrong"}
-
-        def start(*command: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                [sys.executable, *command], env=variables, capture_output=True, text=True
-            )
-
-        def push(out: str) -> subprocess.CompletedProcess[str]:
-            out = str(tmp_path / out)
-            return start("-m", "megatoken", "export", str(run), "--out", out, "--push", "me/tiny")
-
-        refused = push("refused")
-        assert (refused.returncode, refused.stderr.count("\n")) == (5, 1)
-        assert "cannot push" in refused.stderr
-        assert not files
-        variables["HF_TOKEN"] = TOKEN
-        done = push("out")
-        assert f"pushed to {address}/me/tiny" in done.stdout, done.stderr
-        assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-        loaded = start("-c", LOAD)
-        parameters = (257 + 16) * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
-        assert loaded.stdout.split()[-1:] == [str(parameters)], loaded.stderr
+        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+        done = subprocess.run(
+            [sys.executable, "-c", USE, str(run), TOKEN],
+            env=os.environ | variables | {"HF_HUB_DISABLE_XET": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "cannot push" in done.stderr
+    assert f"pushed to {address}/me/tiny" in done.stdout
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    parameters = (257 + 16) * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert done.stdout.split()[-1] == str(parameters)
     _, header, text = files["README.md"].decode().split("---\n")
     assert yaml.safe_load(header)["library_name"] == "transformers"
     assert f"held-out loss {read_rows(run, 'val')[-1]['loss']:.4f}, " in text
