@@ -24,7 +24,7 @@ def wait_until(condition: Callable[[], object], process: Ending | None = None) -
 
 def children(pid: int) -> list[int]:
     """Return the children of a process that it has not waited for; none if it has ended."""
-    pids: list[int] = []
+    pids = []
     for file in PROC.glob(f"{pid}/task/*/children"):
         with suppress(OSError):  # the thread has just ended
             pids += map(int, file.read_text().split())

@@ -62,7 +62,6 @@ def serve(faults: float = 0.0) -> Iterator[dict[str, str]]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
     ) as process:
-        assert process.stdout is not None
         port = int(process.stdout.readline())
         yield {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
@@ -70,5 +69,4 @@ def serve(faults: float = 0.0) -> Iterator[dict[str, str]]:
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        assert process.stdin is not None
         process.stdin.close()

@@ -145,7 +145,7 @@ def graph(*, in_functions: bool) -> dict[str, set[str]]:
 @cache
 def find_imported(module: str) -> set[str]:
     """Return the module and all that importing it imports, but not the names of the package."""
-    found, new = set[str](), {module}
+    found, new = set(), {module}
     while new:
         found |= new
         imports = [graph(in_functions=False).get(name, set()) for name in new]
@@ -338,7 +338,7 @@ def test_every_config_field_has_a_reader():
     others = (
         file for file in FILES if not re.match(r"base/config/|\w+/(check|settings)\.py", file)
     )
-    trees: list[ast.AST] = [parse(file) for file in others]
+    trees = [parse(file) for file in others]
     settings = (file for file in FILES if re.fullmatch(r"\w+/settings\.py", file))
     for file in ("base/config/schema.py", "base/config/model_config.py", *settings):
         classes = [node for node in parse(file).body if isinstance(node, ast.ClassDef)]

@@ -146,7 +146,6 @@ def read_anchors(page: Path) -> set[str]:
 def test_plan_on_page_has_the_printed_numbers(capsys: pytest.CaptureFixture[str]):
     page = (ROOT / "docs" / "plan.md").read_text()
     shown = re.search(r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", page, re.M)
-    assert shown is not None
     assert main(shown[1].split()) == 0
     numbers = re.findall(r"\d[\d.,]*", shown[2])
     assert re.findall(r"\d[\d.,]*", capsys.readouterr().out)[: len(numbers)] == numbers

@@ -10,7 +10,7 @@ FAULTS = TESTS.parent / "docs" / "faults.md"
 
 def marked_faults() -> set[int]:
     """Return the numbers in `@pytest.mark.fault(...)` of all test files."""
-    numbers: set[int] = set()
+    numbers = set()
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":

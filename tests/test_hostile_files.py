@@ -65,7 +65,7 @@ WATCHED = (
     "os.system os.exec os.posix_spawn os.fork subprocess.Popen socket.connect pickle.find_class"
 )
 MUTANTS = 60  # of each format
-_events: list[str] = []
+_events = []
 _outside = ""  # while a reader works: the folder that it must not touch
 
 STEP = "run/checkpoints/step-00000000"
@@ -277,7 +277,7 @@ def read_recipe(path: Path) -> object:
 
 
 WRAPS = {"ckpt.pt": [torch_zip, torch_tar, torch_stream], "npy/train.npy": [plain, npy_of_objects]}
-READERS: dict[int | None, dict[str, Callable[[Path], object]]] = {
+READERS = {
     CHECKPOINT: {
         "ckpt.pt": load_pretrained,
         "nano/ckpt.pt": load_folder,
@@ -339,7 +339,7 @@ def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path):
 
 # --- valid files with one hostile value -----------------------------------------------------------
 
-HOSTILE: list[Any] = json.loads(r"""[
+HOSTILE = json.loads(r"""[
   null, [], {}, "", "x", "\u0000", "\u001b[2J", -1, 0, 2.5, 1e300, 2147483648, 4611686018427387904,
   1000000000000000000000000000000, true, "../../outside/secret", "/etc/passwd", "os.system",
   "(?<n>a\\g<n>)", [[[[1]]]]
@@ -449,7 +449,7 @@ def mutate_npy(place: Path, rng: random.Random) -> Iterator[Read]:
         yield lambda: load_dataset(path.parent)
 
 
-FORMATS: dict[str, Callable[[Path, random.Random], Iterator[Read]]] = {
+FORMATS = {
     "tensors": mutate_tensors,
     "index of tensors": mutate_index,
     "manifest of a checkpoint": mutate_checkpoint_manifest,

@@ -12,7 +12,6 @@ import tomllib
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,7 +87,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: Path, tm
     names = {path.relative_to(SOURCE.parent).as_posix() for path in paths}
     files = {name for name in names if "__pycache__" not in name}
     assert {"megatoken/py.typed", "megatoken/base/config/recipes/quickstart.yaml"} <= files
-    for built, compiled in ((wheel, libraries), (bare, set[str]())):
+    for built, compiled in ((wheel, libraries), (bare, set())):
         with zipfile.ZipFile(built) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}
             assert names == files | compiled
@@ -111,7 +110,7 @@ def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path):
         ("-c 'import megatoken; print(megatoken.__file__)'", f"{tmp_path}/site"),
     ):
         command = [sys.executable, *shlex.split(line)]
-        options: dict[str, Any] = {"cwd": elsewhere, "env": environment}
+        options = {"cwd": elsewhere, "env": environment}
         done = subprocess.run(command, **options, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), line
         assert printed in done.stdout

@@ -87,7 +87,7 @@ def newest_step(out: Path) -> int:
 def read_tensors(out: Path) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer's state of the newest checkpoint, by file and name."""
     folder = step_folder(out / "checkpoints", newest_step(out))
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= {f"{path.name}/{name}": tensor for name, tensor in load_file(path).items()}
     return tensors

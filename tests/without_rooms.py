@@ -21,7 +21,6 @@ def train(copy: str, out: str, settings: list[str], kill_at: int) -> None:
     from megatoken.base.console import Console
     from megatoken.base.rooms import find_rooms, list_entries
 
-    assert megatoken.__file__ is not None
     assert megatoken.__file__.startswith(copy)
     if "study" in find_rooms():
         settings.append("log.plots=false")

@@ -34,7 +34,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> I
     for name, value in {"TERM": "xterm-256color", "COLUMNS": str(width), **variables}.items():
         monkeypatch.setenv(name, value)
     master, slave = os.openpty()
-    received: list[str] = []
+    received = []
     with (
         open(slave, "w", encoding=variables.get("ENCODING", "utf-8")) as stream,
         monkeypatch.context() as patch,

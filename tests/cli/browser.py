@@ -38,7 +38,7 @@ class Browser:
         for end in (to_browser, from_browser, *ends):
             os.close(end)
         self._buffer, self._count, self._session = b"", 0, {}
-        self.events: list[dict[str, Any]] = []
+        self.events = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}

@@ -59,7 +59,6 @@ class ForkedChild:
         return self._process.exitcode
 
     def send(self, number: int) -> None:
-        assert self._process.pid
         os.kill(self._process.pid, number)
 
 

@@ -30,7 +30,7 @@ def list_runs(ask: Ask, arguments: object) -> dict[str, dict[str, Any]]:
     return {Path(row["run"]).name: row for row in ask(f"runs {arguments}")["runs"]}
 
 
-EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load("""
+EXPECTED = yaml.safe_load("""
 finished:
   {state: done, step: 100, total_steps: 100, loss: 4.01, val_loss: 4.125, objective: pretrain,
    tokens_per_second: 1024.0, message: "", eta_seconds: 0.0}

@@ -100,13 +100,12 @@ def draw_trials(
     kill_in: trials in which it is killed and restarted.
     """
     search = open_sweep(arguments, out, trials)
-    values: list[tuple[str, ...]] = []
+    values = []
     while run := search.ask():
         if run.trial.number in kill_in:
             del run  # and its lock
             search = open_sweep(arguments, out, trials)
             run = search.ask()
-            assert run
         trial = run.trial
         assert trial.number == len(values)
         values.append(tuple(format_values(trial.params).values()))
@@ -131,7 +130,6 @@ def test_a_loss_of_zero_is_the_best(tmp_path: Path):
     for loss in (0.7, 0.0, None):
         state = optuna.trial.TrialState.PRUNED if loss is None else None
         run = search.ask()
-        assert run
         search.study.tell(run.trial, loss, state)
     assert [row["loss"] for row in report(search)["trials"]] == [0.0, 0.7, None]
 
@@ -157,7 +155,6 @@ def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path):
             for step, loss in enumerate(logged, 1)
         ]
         run = search.ask()
-        assert run
         write_jsonl(run.folder / "metrics.jsonl", rows)
         (run.folder / "status.json").write_text('{"total_steps": 3}')
         assert run.is_hopeless() == (counted != logged)

@@ -106,7 +106,7 @@ def assert_same_text(model: GPT, theirs: Any) -> None:
     assert ours == [text[0, 4:].tolist()]
 
 
-SIZES: dict[str, Any] = yaml.safe_load("""
+SIZES = yaml.safe_load("""
 vocab_size: 257
 hidden_size: 48
 intermediate_size: 80

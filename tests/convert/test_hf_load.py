@@ -101,13 +101,13 @@ def test_find_tokenizer(tmp_path: Path):
     assert find_tokenizer(tmp_path, 130) == str(tmp_path)
 
 
-OLDER: list[Change] = [
+OLDER = [
     lambda t: {name.removeprefix("transformer."): t[name] for name in t},  # OpenAI's repository
     lambda t: t | {"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)},
     lambda t: t | {"transformer.h.1.attn.masked_bias": torch.tensor(-1e4)},
     lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()},
 ]
-WRONG: list[Change] = [
+WRONG = [
     lambda t: {key: value for key, value in t.items() if key != "transformer.ln_f.bias"},
     lambda t: t | {"score.weight": torch.zeros(2, 2)},
     lambda t: t | {"transformer.ln_f.bias": torch.zeros(7)},

@@ -220,7 +220,7 @@ def test_gelu_and_head_are_those_of_the_version(tmp_path: Path, row: str):
     content = {"".join([*prefixes, name]): tensor for name, tensor in content.items()}
     byte_tokenizer().vocabulary.save(tmp_path)
     torch.save({"model": content, "model_args": sizes, **others}, tmp_path / "ckpt.pt")
-    lines: list[str] = []
+    lines = []
     found = load_pretrained(tmp_path, lines.append)
     assert found.tokenizer.vocabulary.shares_ids(byte_tokenizer().vocabulary)
     assert found.model.config.tie_embeddings == tied
@@ -264,7 +264,7 @@ def test_build_nanogpt_keeps_its_sizes_in_an_object(
     assert loaded.config == TINY_GPT  # its GELU is GPT-2's
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG = [
     {"model_args": {"n_layer": 3}},
     {"model_args": {"n_layer": 10**9}},
     {"model_args": {"n_embd": 64}},

@@ -36,7 +36,7 @@ EOT, TAG, EOS = 256, 261, 262
 VOCABULARY = byte_vocabulary() | {name: 256 + at for at, name in enumerate(NAMES)}
 # Files of a folder; "special": the special tokens if not all NAMES are, none for a vocab.json.
 CONFIGS = ("config.json", "generation_config.json")
-LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load("""
+LAYOUTS = yaml.safe_load("""
 no template:
   special: &base [<|endoftext|>, <|eom|>, <|begin|>]
   tokenizer_config.json: {<<: &named {eos_token: <|endoftext|>, bos_token: <|begin|>}, pad_token: <|eom|>}

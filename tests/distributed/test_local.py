@@ -161,7 +161,6 @@ def test_an_early_signal_is_a_stop(with_marker: bool, tmp_path: Path):
     marker = tmp_path / "ending"
     command = [sys.executable, "-c", PROGRAM, *([str(marker)] if with_marker else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGUSR1)
     assert process.returncode == (ExitCode.DONE if with_marker else ExitCode.STOPPED)

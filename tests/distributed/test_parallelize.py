@@ -138,7 +138,7 @@ def build(dims: ParallelDims, comm: Comm, family: str = "gpt2") -> TrainState:
 def map_matrices(state: TrainState, muon: Muon) -> list[list[int]]:
     """Check that a function gets full matrices and each rank its part; return their shapes."""
     full, slices = dict(init_weights(state.model, 7)), state.sharded.slices
-    seen: list[list[int]] = []
+    seen = []
 
     def add_corners(matrices: list[Tensor]) -> list[Tensor]:
         seen.extend(list(whole.shape) for whole in matrices)
@@ -154,7 +154,7 @@ def map_matrices(state: TrainState, muon: Muon) -> list[list[int]]:
 
 
 def score(state: TrainState, count: int) -> list[float]:
-    options: dict[str, Any] = {"chunk": 8, "comm": state.comm, "dims": state.dims}
+    options = {"chunk": 8, "comm": state.comm, "dims": state.dims}
     metrics = validation_loss(
         state.model,
         windows(state.dims, count),
@@ -214,7 +214,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def work(env: DistEnv, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     with join_process_group(env, "cpu") as comm:
         filters = list(warnings.filters)
         for name, (kind, tensor, local) in DIMS.items():
@@ -257,7 +257,7 @@ def reduce_masters(dims: ParallelDims, comm: Comm, folder: Path) -> list[int]:
     state = build_sharded(TINY_GPT, dims, comm, starts_reduction=False)
     state.enable_master_weights(deepcopy(state.model).bfloat16())
     state.start_grad_reduction()
-    sizes, reduce = list[int](), dist.all_reduce
+    sizes, reduce = [], dist.all_reduce
 
     def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
         sizes.append(tensor.numel())
@@ -283,7 +283,7 @@ def resume(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[str,
     restore_state(saved, verify(saved), state)
     state.position = Position(step=STEPS)
     AsyncSave(folder / name, state, **files_of(folder), meta={}).finish()
-    found: dict[str, Any] = {name: train(state, 2)}
+    found = {name: train(state, 2)}
     if name in ("alone", "2 x ddp", "3 x zero3"):
         found |= train_unsharded(comm, folder)
     return found
@@ -362,7 +362,7 @@ def test_a_checkpoint_has_the_weights_of_its_step(name: str, results: Results):
     saved = saved_by(name, results)
     expected = torch.load(results.folder / f"{name}.pt", weights_only=True)
     assert_equal_tensors(read_all(saved, MODEL), expected)
-    ranks: set[int] = {int(path.stem[6:11]) for path in saved.glob("model-*.safetensors")}
+    ranks = {int(path.stem[6:11]) for path in saved.glob("model-*.safetensors")}
     # The second replica writes nothing.
     replicated = {"ddp": 0, "hybrid": 2, "tensor": 2}
     assert ranks == {*range(replicated.get(name.split(", ")[-1], WORLD))}

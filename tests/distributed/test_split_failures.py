@@ -63,7 +63,7 @@ class Memory:
     """Imitates a GPU with room for `largest` sequences of 10 bytes; more fail in the backward."""
 
     def __init__(self, largest: int, patch: pytest.MonkeyPatch) -> None:
-        self.largest, self.sizes = largest, list[int]()
+        self.largest, self.sizes = largest, []
         self._measure = micro_batch._time_forward_backward
         patch.setattr(
             micro_batch, "_free_bytes", lambda device: 10.0 * largest / micro_batch.MEMORY_SHARE
@@ -93,7 +93,7 @@ class Memory:
 
 
 def work(env: DistEnv, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     step_config = tiny_step_config(2)
     with join_process_group(env, "cpu") as comm:
         for layout in LAYOUTS:

@@ -12,7 +12,7 @@ from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import ConfigError, DataError
 from megatoken.base.system.device import Device
 from megatoken.inference import batch
-from megatoken.inference.batch import BatchDecoder, Completion, Request, Token, generate_batch
+from megatoken.inference.batch import BatchDecoder, Completion, Request, generate_batch
 from megatoken.inference.generate import generate_ids, prepare_decoding
 from megatoken.inference.sampling import Sampling
 from megatoken.model.gpt import GPT
@@ -55,7 +55,7 @@ def test_each_sequence_is_what_it_is_alone(model: GPT):
     alone = [complete_alone(model, request) for request in REQUESTS]
     assert {each.finish_reason for each in alone} == {"stop", "length"}
     for rows in (3, 64):
-        tokens: list[Token] = []
+        tokens = []
         assert generate_batch(model, REQUESTS, rows=rows, on_token=tokens.append) == alone
         for row, completion in enumerate(alone):
             assert [token.id for token in tokens if token.key == row] == completion.ids
@@ -75,7 +75,7 @@ def test_sequences_join_and_leave_at_any_time(
     cache_tokens: int, fixed: bool,
 ):  # fmt: skip
     model = build(config)
-    ids = [list[int]() for _ in requests]
+    ids = [[] for _ in requests]
     with BatchDecoder(model, rows=4, cache_tokens=cache_tokens) as decoder:
         decoder._is_fixed = fixed  # the steps that graphs capture on CUDA
 

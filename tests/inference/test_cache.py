@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def finish(decoder: BatchDecoder) -> list[Token]:
     """Return the tokens of the sequences that are left."""
-    tokens: list[Token] = []
+    tokens = []
     while decoder.keys:
         tokens += decoder.step()
     return tokens

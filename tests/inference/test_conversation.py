@@ -27,7 +27,7 @@ def make_conversation(template: ChatTemplate = TEMPLATE, **values: object) -> Co
 
 def test_an_answer_follows_from_all_messages():
     conversation = make_conversation()
-    parts: list[str] = []
+    parts = []
     first = conversation.ask("hello", parts.append)
     second = conversation.ask("more", str)
     assert "".join(parts) == first.text

@@ -25,7 +25,7 @@ from tests.tiny_run import write_jsonl
 Row = dict[str, Any]
 CONTEXT = 90
 # Task, shots, delimiter, accuracy of random answers in percent, rows.
-TASKS: list[list[Any]] = yaml.safe_load("""
+TASKS = yaml.safe_load("""
 - [choices, multiple_choice, 3, null, 25, 40]
 - [long_choices, multiple_choice, 5, "\\nb: ", 50, 30]
 - [schema, schema, 0, " ", 50, 40]

@@ -144,7 +144,7 @@ def test_beyond_the_context_the_window_slides(name: str, context: int, prompt: i
 
 def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     """CUDA's cumsum of floats is not deterministic."""
-    devices: list[str] = []
+    devices = []
 
     def cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
         devices.append(x.device.type)

@@ -96,7 +96,7 @@ def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted():
 
 def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path):
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": "the word"}])
-    warnings: list[str] = []
+    warnings = []
 
     def read(tasks: str) -> list[str]:
         config = TasksConfig(tasks=tasks, tasks_data=str(tmp_path))

@@ -133,7 +133,7 @@ def answer_with(text: str, **body: Any) -> tuple[str, dict[str, Any], dict[str, 
     request = ChatRequest(model="tiny", messages=[user("Hi")], **body)
     requests, _ = request.encode(served)
     full, streamed = (ResponseBuilder(request, requests, served) for _ in range(2))
-    joined: dict[str, Any] = {}
+    joined = {}
     control = tokenizer.special_ids["<|im_start|>"]  # is not shown
     for id in (*tokenizer.encode(text).tolist(), control, tokenizer.eot):
         token = Token(0, id, "stop" if id == tokenizer.eot else None, None)

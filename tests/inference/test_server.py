@@ -134,7 +134,7 @@ def test_truncation_drops_the_oldest_turns(served: Served):
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool):
     gate = threading.Event()
-    steps: list[bool] = []
+    steps = []
     with serve(rows=1, waiting=1) as served, ExitStack() as stack:
         engine = served.engine
         hook = engine.model.norm.register_forward_hook(lambda *_: steps.append(gate.wait()))

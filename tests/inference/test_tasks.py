@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pytest
@@ -13,7 +12,7 @@ from pyarrow import parquet
 from megatoken.base.errors import DataError
 from megatoken.inference.tasks import Example, find_tasks, read_examples
 
-ROWS: dict[str, dict[str, Any]] = yaml.safe_load("""
+ROWS = yaml.safe_load("""
 hellaswag:
   activity_label: "Roof shingle  removal"
   ctx_a: "A man [header] sits [title] on  a   roof."
@@ -41,7 +40,7 @@ HELLASWAG = "Roof shingle removal: A man sits. on a  roof. He looks"
 
 
 # Context, choices, the right one, and their lengths in characters.
-PROMPTS: dict[str, tuple[str, str, int, str]] = yaml.safe_load(f"""
+PROMPTS = yaml.safe_load(f"""
 hellaswag: ["{HELLASWAG}", " is using wrap.| is ripping. tiles| é [x| starts up", 3, 14 17 4 9]
 arc_easy: ["Question: Which gas?\\nAnswer:", " oxygen| neon | iron", 1, 6 5 4]
 openbookqa: [The sun is responsible for, " puppies| plants| ice| war", 1, 7 6 3 3]

@@ -13,7 +13,7 @@ from megatoken.train.state import build_step_config
 
 
 def schedule(decay: str, **changes: Any) -> LRSchedule:
-    sizes: dict[str, Any] = {"peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "total": 110}
+    sizes = {"peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "total": 110}
     sizes["decay_length"] = 20 if decay.startswith("wsd") else None
     return LRSchedule(decay=decay, **{**sizes, **changes})
 

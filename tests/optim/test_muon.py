@@ -82,7 +82,7 @@ def test_it_equals_torchs_muon():
     ours = torch.nn.Sequential(*layers, torch.nn.LayerNorm(8))
     before = [layer.weight.detach().clone() for layer in layers]
     theirs = [torch.nn.Parameter(start.clone()) for start in before]
-    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
     matrices = WholeMatrices(list_hidden_matrices(ours), torch.bfloat16)
     optim = OptimConfig(name="muon", matrix_lr=0.02, **settings)
     optimizer = build_optimizer(ours, optim, matrices=matrices)
@@ -176,7 +176,7 @@ def test_cautious_decay_spares_weights_that_the_update_lets_grow():
 
 
 def test_momentum_grows_from_085():
-    growth: dict[str, Any] = {"optim__name": "muon", "optim__momentum_warmup": Duration(4)}
+    growth = {"optim__name": "muon", "optim__momentum_warmup": Duration(4)}
     step_config = tiny_step_config(optim__momentum=0.95, **growth)
     expected = [0.85, 0.875, 0.9, 0.95, 0.95]
     assert [step_config.momentum_of(step) for step in (0, 1, 2, 4, 9)] == pytest.approx(expected)

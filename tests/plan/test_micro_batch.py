@@ -54,7 +54,7 @@ class Memory:
 
     def __init__(self, largest: int, fast: int = 64, batch_seqs: int = 16) -> None:
         self.largest, self.fast, self.batch_seqs = largest, fast, batch_seqs
-        self.sizes = list[int]()
+        self.sizes = []
 
     def __call__(
         self, state: TrainState, step_config: StepConfig, device: object, batch: Batch
@@ -99,7 +99,7 @@ def test_the_search_ends_out_of_memory_or_at_two_sizes_that_are_no_faster(
 def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ):
-    state, rows = tiny_state(), list[int]()
+    state, rows = tiny_state(), []
 
     def compile_to_graphs(model: GPT, mode: str) -> Callable[[Tensor], Tensor]:
         assert mode == "reduce-overhead"
@@ -184,7 +184,7 @@ def test_sizes_are_timed_compiled_and_the_step_runs_the_chosen_one(
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_a_size_that_does_not_compile_ends_the_search(monkeypatch: pytest.MonkeyPatch):
-    sizes: list[int] = []
+    sizes = []
 
     def compile_small_sizes(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         sizes.append(max(len(x) for x in inputs if isinstance(x, Tensor) and x.dim() == 3))

@@ -258,7 +258,7 @@ def list_fields(node: object, path: str = "") -> dict[str, str]:
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return {path: str(node)}
-    fields: dict[str, str] = {}
+    fields = {}
     for key, value in node.items():
         fields |= list_fields(value, f"{path}.{key}")
     return fields

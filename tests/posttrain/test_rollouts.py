@@ -66,7 +66,7 @@ def open_run(
     values = {f"objective__{key}": value for key, value in settings.items()}
     config = tiny_config(budget__batch_tokens=16 * batch, **values)
     state = tiny_state(model_config=replace(model, value_head=name == "ppo"))
-    events: list[dict[str, object]] = []
+    events = []
     run = Run(
         config=config,
         out=out,
@@ -200,7 +200,7 @@ def test_the_first_gradient_is_the_policy_gradient(
 
 def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     """Loss, gradient and clipped share are those of all rows; one at least of each micro-batch is computed."""
-    run, rows = open_run(tmp_path, batch=16, updates=2), list[int]()
+    run, rows = open_run(tmp_path, batch=16, updates=2), []
     batch = open_batches(run).get(0)
     batch.advantages_BT[[0, 1, 2, 3, 4, 6, 7]] = 0
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,6 @@ from tests.ranks import train_on_ranks
 from tests.soak.options import parse_options, report
 from tests.soak.tiny_job import (
     Layout,
-    Process,
     command,
     drafts,
     kill_group,
@@ -80,18 +79,17 @@ class Chaos:
         self.work, self.layouts, self.words = work, layouts, words.split()
         self.disk = work / "disk"
         self.out = self.disk / "run"
-        self.faults: Counter[str] = Counter()
-        self.exits: Counter[int] = Counter()
+        self.faults = Counter()
+        self.exits = Counter()
         self.seconds = 0.0
-        self.full: list[tuple[int, int]] = []  # steps between which the disk was full
-        self.damaged: list[Path] = []  # checkpoints
+        self.full = []  # steps between which the disk was full
+        self.damaged = []  # checkpoints
         self.recipe = write_recipe(work / "data")
         self.rng = random.Random(seed)
-        self.expected: set[int] = set()  # exit codes that the last fault may cause
+        self.expected = set()  # exit codes that the last fault may cause
         self.disk.mkdir()
         self.has_disk = disk and mount(self.disk)
-        self.process: Process
-        self.log: Path | None = None
+        self.log = None
 
     def start(self) -> None:
         """Start the command with one of the layouts."""
@@ -151,7 +149,7 @@ class Chaos:
 
     def disturb(self, seconds: float, number: int, pause: float, names: list[str]) -> None:
         """Cause faults, one after another, for some time and up to a number."""
-        began, bag = time.monotonic(), list[str]()
+        began, bag = time.monotonic(), []
         self.start()
         while True:
             self.train_on()
@@ -370,8 +368,8 @@ def damage_file(chaos: Chaos) -> None:
 
 Fault = Callable[[Chaos], None]
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
-STOPS: dict[str, Fault] = {name: partial(stop, name=name) for name in SIGNALS}
-FAULTS: dict[str, Fault] = {
+STOPS = {name: partial(stop, name=name) for name in SIGNALS}
+FAULTS = {
     "SIGKILL to all": Chaos.kill,
     "SIGKILL to all at a save": kill_in_save,
     "SIGKILL to all during a start": kill_at_start,
@@ -386,14 +384,14 @@ FAULTS: dict[str, Fault] = {
     "config.yaml or another file damaged or removed": damage_file,
     "data missing at a start": missing_data,
 }
-OF_RANKS: dict[str, Fault] = {
+OF_RANKS = {
     "SIGKILL to a rank": kill_rank,
     "SIGKILL to the launcher": kill_launcher,
     "SIGKILL to launcher and lock owner": partial(kill_launcher, and_rank=True),
     "SIGTERM to a rank": stop_rank,
     "a rank hangs": hang_rank,
 }
-OF_DISKS: dict[str, Fault] = {
+OF_DISKS = {
     "disk full in a save": full_disk,
     "disk full at a start": full_disk_at_start,
     "disk read-only at a start": read_only_disk,
@@ -412,7 +410,7 @@ def main() -> int:
     is_alone = any(layout.nproc == 1 for layout in layouts)
     left_out = {*(OF_RANKS if is_alone else ()), *(() if chaos.has_disk else OF_DISKS)}
     names = options.only.split(";") if options.only else [*(FAULTS.keys() - left_out)]
-    problem, answer = "", dict[str, Any]()
+    problem, answer = "", {}
     try:
         chaos.disturb(60 * options.minutes, options.faults, options.pause, sorted(names))
         answer = chaos.compare()

@@ -97,7 +97,7 @@ def apply_operation(scenario: str, root: Path) -> None:
 
 def run_operation(scenario: str, root: Path) -> None:
     """Run one operation between two marks in the log of system calls, and print its outcome."""
-    outcome: dict[str, object] = {"code": 0, "message": ""}
+    outcome = {"code": 0, "message": ""}
     mark(BEGIN)
     try:
         apply_operation(scenario, root)
@@ -246,7 +246,7 @@ def soak(options: Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="commit-soak-") as folder:
         work = Path(folder).resolve()
         templates = work / "templates"
-        points: list[Point] = []
+        points = []
         logs = {}
         for scenario in SCENARIOS:
             prepare(scenario, templates / scenario)

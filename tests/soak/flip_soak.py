@@ -54,7 +54,7 @@ def flip_bits(
 ) -> dict[str, int]:
     """Flip one random bit of a random file below a folder at a time, and restore it; count what `find` answers."""
     files = [path for path in list_files(folder) if path.name != INPUTS_NAME]
-    found: Counter[str] = Counter()
+    found = Counter()
     for _ in range(flips):
         path = rng.choice(files)
         bit = rng.randrange(path.stat().st_size * 8)
@@ -68,7 +68,7 @@ def flip_bits(
 
 def find_in_checkpoint(root: Path, path: Path, bit: int) -> str:
     """Return "found" when the file is named and the checkpoint before is the one to use."""
-    errors: list[str] = []
+    errors = []
     valid = find_newest(root, lambda folder, error: errors.append(str(error)))
     is_older = valid is not None and valid[0] == step_folder(root, STEPS[0])
     return "found" if is_older and len(errors) == 1 and str(path) in errors[0] else "missed"
@@ -84,14 +84,13 @@ def find_in_data(data: Path, path: Path, bit: int) -> str:
 
 def load_clean(roots: dict[str, Path], data: Path, loads: int) -> dict[str, int]:
     """Verify and load undamaged files, checkpoints and data in turn; count what is reported."""
-    alarms: list[object] = []
+    alarms = []
     for place in islice(cycle([data, *roots.values()]), loads):
         if place == data:
             alarms.extend(verify_folder(data).errors)
             load_dataset(data).train.read(0, 1000)
         else:
             valid = find_newest(place, lambda _, error: alarms.append(error))
-            assert valid is not None
             load_checkpoint_model(*valid)
     return {"loads": loads, "false_alarms": len(alarms)}
 
@@ -99,7 +98,7 @@ def load_clean(roots: dict[str, Path], data: Path, loads: int) -> dict[str, int]
 def soak(folder: Path, flips: int, clean: int, seed: int) -> dict[str, dict[str, int]]:
     """Flips over three places, a third each, and clean loads; the record."""
     rng, roots, data = random.Random(seed), write_runs(folder), write_data(folder)
-    answer: dict[str, dict[str, int]] = {}
+    answer = {}
     for name, root in roots.items():
         newest = step_folder(root, STEPS[-1])
         answer[name] = flip_bits(newest, flips // 3, rng, partial(find_in_checkpoint, root))

@@ -63,7 +63,7 @@ def main() -> int:
     attempts = {"settings": try_settings, "files": random_corpora.check, "bits": hash_bits}
     attempt = attempts[options.what]
     end = time.monotonic() + options.hours * 3600
-    counts: Counter[str] = Counter()
+    counts = Counter()
     seed = options.seed
     while time.monotonic() < end:
         with tempfile.TemporaryDirectory() as folder:

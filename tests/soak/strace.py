@@ -64,7 +64,7 @@ def trace(words: Sequence[str], log: Path) -> Iterator[tuple[str, int, str]]:
 
 def list_calls(log: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (name, number among calls of that name, line) of every call in a log."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for line in log.read_text(errors="replace").splitlines():
         match = re.match(r"([a-z0-9_]+)\(", line)
         if match:
@@ -79,7 +79,7 @@ def try_points(
     total = len(points)
     if 0 < options.sample < total:
         points = random.Random(options.seed).sample(points, options.sample)
-    outcomes: Counter[str] = Counter()
+    outcomes = Counter()
     failures = []
     with ThreadPoolExecutor(options.jobs) as pool:
         tries = [pool.submit(attempt, point) for point in points]

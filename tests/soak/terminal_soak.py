@@ -160,7 +160,7 @@ def judge(case: Case, recipe: Path, out: Path, clean: Mapping[str, Any]) -> tupl
 def main() -> int:
     options = parse_options(__doc__, only="")
     cases = [case for case in CASES if options.only in case.name]
-    ends: dict[str, str] = {}
+    ends = {}
     bad = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

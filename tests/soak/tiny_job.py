@@ -75,7 +75,6 @@ def start_session(
 ) -> Process:
     """Start in a session of its own, which does not outlive the soak. prepare: called in the child."""
     follow_parent = at_parent_death(signal.SIGKILL)
-    assert follow_parent is not None
 
     def prepare_child() -> None:
         # nohup and a job in the background start with them ignored.

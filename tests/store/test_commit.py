@@ -36,7 +36,7 @@ def list_names(folder: Path) -> list[str]:
 
 def newest_step(root: Path) -> tuple[int | None, list[str]]:
     """Return the newest valid step, and the errors of the checkpoints that were skipped."""
-    errors: list[str] = []
+    errors = []
     found = find_newest(root, lambda folder, error: errors.append(f"{folder.name}: {error}"))
     return found and found[1].step, errors
 
@@ -214,7 +214,7 @@ def test_checkpoints_removed_by_others_do_not_stop_a_save_or_a_removal(tmp_path:
         path.write_bytes(b"x")
 
     folders = [commit_small(root, step) for step in (1, 2, 3, 4)]
-    rules: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
+    rules = {"keep_last": 1, "keep_every": 0}
     rules["verified"] = {folder: verify(folder).files for folder in folders}
     shutil.rmtree(folders[3])
     assert prune(root, **rules) == folders[:2]

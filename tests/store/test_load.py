@@ -53,7 +53,7 @@ class Lion(torch.optim.Optimizer):
                 momentum.copy_(momentum.float().lerp(param.grad, 0.01))
 
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
+OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, nesterov=True),
     "lion": Lion,
@@ -95,7 +95,7 @@ def assert_equal_states(model: GPT, expected: GPT) -> None:
 @pytest.mark.fault(47)
 def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hangs, goes_on = threading.Event(), threading.Event()
-    seen, polls = list[int](), list[int]()
+    seen, polls = [], []
     write, read_progress = checkpoint_save.write_tensors, AsyncSave._read_progress
 
     def hang(path: Path, **options: Any) -> None:
@@ -131,8 +131,8 @@ def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytes
 
 def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
     """Return a state with AdamW or Muon, or with an optimizer whose first step creates its state."""
-    name: Any = "muon" if optimizer == "muon" else "adamw"
-    state: Any = tiny_state(seed=seed, optim=OptimConfig(name=name))
+    name = "muon" if optimizer == "muon" else "adamw"
+    state = tiny_state(seed=seed, optim=OptimConfig(name=name))
     if optimizer in OPTIMIZERS:
         state.optimizer = OPTIMIZERS[optimizer](state.sharded.local_params.values())
     return state
@@ -198,7 +198,7 @@ def test_another_optimizer_or_model_is_refused_before_a_weight_changes(tmp_path:
     amsgrad = new_state()
     for values in amsgrad.optimizer.state.values():
         values["max_exp_avg_sq"] = torch.zeros_like(values["exp_avg"])
-    changes: list[dict[str, Any]] = [{"n_layer": 3}, {"d_ff": 128}, {"vocab_size": 200}]
+    changes = [{"n_layer": 3}, {"d_ff": 128}, {"vocab_size": 200}]
     models = [tiny_state(model_config=replace(TINY_GPT, **change)) for change in changes]
     others = [new_state("sgd"), amsgrad, *models]
     for state, meta in ((new_state("sgd"), scaled), *((other, {}) for other in others)):
@@ -210,7 +210,7 @@ def test_another_optimizer_or_model_is_refused_before_a_weight_changes(tmp_path:
 
 def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path):
     for shards, key, value in ((1, "count", 3), (2, "factor", torch.zeros(3))):
-        state: Any = trained(1, "sgd")
+        state = trained(1, "sgd")
         dims = ParallelDims(dp_shard=shards)
         state = replace(state, sharded=replace(state.sharded, dims=dims))
         state.optimizer.state[state.sharded.local_params["norm.weight"]][key] = value

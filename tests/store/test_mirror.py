@@ -34,7 +34,7 @@ from megatoken.store.objects import ObjectStore
 from megatoken.store.run_folder import IDENTITY
 from tests.store.test_commit import commit_small
 
-KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
+KEEP = {"keep_last": 1, "keep_every": 0}
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ DAMAGED = """\
 
 @pytest.mark.parametrize("row", DAMAGED.splitlines())
 def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str, tmp_path: Path):
-    run, store, warnings = tmp_path / "run", ObjectStore(address), list[str]()
+    run, store, warnings = tmp_path / "run", ObjectStore(address), []
     save_and_mirror(run, address, 10, 20, keep_last=2)
 
     def damage(step: int) -> None:
@@ -208,7 +208,6 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
             patch.setattr(ObjectStore, "_call", count)
             update_mirror(run, address, **KEEP)
         found = fetch_run(tmp_path / f"new-{step}", address, lambda _line: None)
-        assert found is not None
         assert verify(found).step in (step - 10, step)
         update_mirror(run, address, **KEEP)
         assert list_mirrored(ObjectStore(address)) == [step]
@@ -218,7 +217,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
 def test_uploads_follow_one_another_in_a_process(tmp_path: Path):
     run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
     save(run, 20)
-    in_use, events = set[int](), list[Any]()
+    in_use, events = set(), []
     mirror = open_mirror(run, address, in_use, events)
     mirror({"kind": "start"})
     assert in_use == {20}
@@ -231,7 +230,7 @@ def test_uploads_follow_one_another_in_a_process(tmp_path: Path):
 
 
 def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str):
-    events = list[Any]()
+    events = []
     mirror = open_mirror(tmp_path, "s3://no-such-bucket/run", set(), events)
     mirror({"kind": "finish"})
     assert events == []  # there is nothing to upload

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ def write_rows(folder: Path, *, steps: int, seconds: float) -> Path:
     """Write a log with a last training loss of 3.5 and a last validation loss of 3.25."""
     folder.mkdir(parents=True)
     values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0}
-    rows: list[dict[str, Any]] = [{"kind": "train", "loss": 9.0, **values} for _ in range(steps)]
+    rows = [{"kind": "train", "loss": 9.0, **values} for _ in range(steps)]
     rows[-1]["loss"] = 3.5
     rows.append({"kind": "val", "loss": 3.25})
     rows.append({"kind": "eval", "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
@@ -87,7 +86,7 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
 
 
 def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    figures: list[Any] = []
+    figures = []
     monkeypatch.setattr(
         "megatoken.base.pictures.save_figure", lambda *arguments: figures.append(arguments[0])
     )

@@ -35,7 +35,7 @@ Rows = list[tuple[str, int]]
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Rows:
     """Return kind and step of the rows of a sink; its disk is full after a row of step 13."""
-    rows: Rows = []
+    rows = []
 
     class Recorder(Sink):
         def log(self, row: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def write_config(run: Path, *settings: str) -> None:
 
 def write_rows(run: Path, first: int, last: int) -> Path:
     """Append train rows of steps first to last, then rows of other kinds."""
-    values: dict[str, Any] = {"kind": "train", "mfu": None, "grad_norm": "nan"}
+    values = {"kind": "train", "mfu": None, "grad_norm": "nan"}
     rows = [{**values, "step": step, "loss": 2.75 - step / 4} for step in range(first, last + 1)]
     rows.append({"kind": "eval", "step": last, "task": "piqa", "acc": 0.5, "stderr": {"acc": 0.1}})
     rows += [{"kind": "event", "step": 1, "what": "spike", "message": "high"}] * 2
@@ -206,7 +206,7 @@ def test_programs_store_what_they_get(run: Path, read: Callable[[Path], object])
 @pytest.fixture
 def webhook(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Return the bodies of requests to any host, which go to a proxy on this machine."""
-    bodies: list[Any] = []
+    bodies = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -274,7 +274,6 @@ SEAMS = (
 
 @pytest.mark.parametrize("row", SEAMS)
 def test_seams(row: str):
-    split_points: Any
     split_points, text, is_between_words = row.split("~")
     before, after = text.encode().split(b"^")
     found = find_split_point(before + after, split_points)

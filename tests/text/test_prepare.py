@@ -307,7 +307,6 @@ def test_kills_and_workers_change_no_byte_and_leave_no_process(tmp_path: Path):
             # A shell starts what runs in its background with SIGINT ignored, and that is inherited.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        assert child.stdout is not None
         assert child.stdout.readline() == b"written\n"
         kill = os.kill if number == signal.SIGKILL else os.killpg  # with its workers, or not
         kill(child.pid, number)

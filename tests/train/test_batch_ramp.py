@@ -1,7 +1,6 @@
 """A batch ramp: the curve is the same on any number of processes, resumed, and with skips."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def test_tokens_and_warm_up_follow_the_sizes_and_skipped_batches_leave_theirs_ou
 def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path):
     write_shards(tmp_path)
     tokens = load_dataset(tmp_path / "train_0.npy", external_tokenizer="bytes").train
-    fixed: dict[str, Any] = {"seq_len": 16, "seed": 3, "batch_size": 12}
+    fixed = {"seq_len": 16, "seed": 3, "batch_size": 12}
     ramp = BatchRamp(48, 192, 1000)
     flat, ramped = (DataLoader(tokens, **fixed, ramp=each) for each in (None, ramp))
     entries = np.concatenate([list_windows(flat, step) for step in range(5)])

@@ -1,7 +1,6 @@
 """Masked documents have the losses of each document alone, on any layout and resumed."""
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +79,7 @@ def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig
         ):
             torch.testing.assert_close(found.grad, param.grad, rtol=1e-5, atol=1e-6, msg=name)
     halves = [separate_documents(to_batch(half), EOT) for half in (rows[:5], rows[5:])]
-    options: dict[str, Any] = {"chunk": 8, "comm": SINGLE, "count_bytes": lambda *_: 0}
+    options = {"chunk": 8, "comm": SINGLE, "count_bytes": lambda *_: 0}
     validated = validation_loss(state.model, halves, CPU, **options)
     assert validated["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert validated["target_tokens"] == len(rows) * T

@@ -198,7 +198,7 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
 ):
     """Check first steps, resumed steps and trials; afterwards the process has its own threads."""
     monkeypatch.setattr(autotune_module, "find_library", find_library)
-    in_steps, in_trials = set[int](), set[int]()
+    in_steps, in_trials = set(), set()
 
     def count_in(kernel: Any) -> Any:
         def count(*inputs: Any, **options: Any) -> Any:

@@ -73,7 +73,7 @@ def test_lines_that_are_half_written_or_unreadable_are_dropped(tmp_path: Path):
     fractional = b'{"kind": "train", "step": 1.5, "tokens": 1}\n'
     for garbage in (b"{'a'}\n", b"\0\0\0\n", b"[]\n", fractional, b"\xff\n", b"\n"):
         path.write_bytes(first + garbage + second)
-        warned = list[str]()
+        warned = []
         assert [row["step"] for row in read_metrics(tmp_path, warned.append)] == [1, 2]
         assert len(warned) == 1
         with MetricsLogger.open(tmp_path) as log:

@@ -1,7 +1,6 @@
 """Batches of weighted mixtures, of shards in order, and of one batch repeated."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +85,7 @@ def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp
     for number, ids in enumerate(shards):
         np.save(tmp_path / f"edufineweb_train_{number:06d}.npy", ids)
     tokens = load_dataset(tmp_path, external_tokenizer="bytes").train
-    fixed: dict[str, Any] = {"seq_len": 16, "batch_size": 8, "seed": 0, "order": "sequential"}
+    fixed = {"seq_len": 16, "batch_size": 8, "seed": 0, "order": "sequential"}
     loader = DataLoader(tokens, **fixed, sources=[(len(tokens), 1.0)])
     rank = DataLoader(tokens, **fixed, dp_rank=1, dp_size=2)
 

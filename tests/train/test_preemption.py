@@ -72,7 +72,6 @@ def test_ignored_signals_stay_ignored():
 def test_second_signal_exits_immediately():
     program = [sys.executable, "-c", LOOP]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "SIGTERM\n"

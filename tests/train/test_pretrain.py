@@ -289,7 +289,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     out: Path, clean: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ):
     """A signal stops an evaluation before its next batch; the resumed run evaluates again."""
-    checks: list[tuple[int, int]] = []
+    checks = []
     check_stop, signalled = Run.check_stop, 0
 
     def signal_at_fifth_check(run: Run, seconds: float = 0.0, **options: bool) -> bool:

@@ -25,18 +25,18 @@ LAYOUTS = {
     "3-zero3-loop": "machine.sharding=zero3 machine.adamw=loop",
 }
 BAD = (4, 7)  # batches
-NAN: dict[str, Any] = {"fault": "nan", "rank": 0}
+NAN = {"fault": "nan", "rank": 0}
 
 
 @pytest.fixture(scope="module")
 def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of most runs. Those of several processes share them, because they start slowly."""
     folder = tmp_path_factory.mktemp("runs")
-    flip: dict[str, Any] = {"fault": "flip", "rank": 2, "batches": (8,), "skipped": BAD}
+    flip = {"fault": "flip", "rank": 2, "batches": (8,), "skipped": BAD}
     exponent = 8 * (4 * 5 + 3) + 6  # weight 5 of the first norm: 1.0 becomes infinity
     long = "budget.steps=17 machine.micro_batch=4"
     jobs = {
-        "1": list[Job](),
+        "1": [],
         "3": [
             Job(name="flipped", tensor=3, bit=1000, **flip),
             Job(name="infinite", tensor=2, bit=exponent, **flip),
@@ -44,7 +44,7 @@ def runs(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     }
     for name, settings in LAYOUTS.items():
-        bad: dict[str, Any] = {"fault": "nan", "rank": int(name[0]) - 1, "batches": BAD}
+        bad = {"fault": "nan", "rank": int(name[0]) - 1, "batches": BAD}
         late, stop = name.endswith("late"), 5 * name.endswith("resumed")
         jobs[name[0]] += [
             Job(name=name, settings=settings, late=late, stop=stop, **bad),
@@ -94,7 +94,7 @@ def test_a_slow_rank_is_named(runs: Path):
 def test_a_spike_is_reported_or_skipped(data: str, tmp_path: Path):
     settings = "budget.steps=68 optim.warmup=0 optim.lr=1e-3 machine.micro_batch=12 save.every=0"
     skip = f"{settings} optim.spike=skip"
-    spike: dict[str, Any] = {"fault": "spike", "rank": 0, "batches": (66,)}
+    spike = {"fault": "spike", "rank": 0, "batches": (66,)}
     jobs = [
         Job(name="spike", settings=settings, **spike),
         Job(name="batch skipped", settings=skip, **spike),
@@ -192,7 +192,6 @@ def test_the_replica_that_differs_is_named_by_the_majority():
         ([x, y, ("x", [0, 2, 4]), y], (0, 2), ("a", "c")),
     ):
         found = find_divergence(names, reports)
-        assert found is not None
         assert (found.ranks, found.tensors) == (ranks, tensors)
 
 

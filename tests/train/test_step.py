@@ -64,7 +64,7 @@ def test_micro_batches_of_shorter_rows_have_more_of_them():
 
 @pytest.mark.parametrize(("deterministic", "sizes"), [(False, [8] * 4), (True, [2] * 16)])
 def test_short_rows_share_a_micro_batch_unless_deterministic(deterministic: bool, sizes: list[int]):
-    state, rows = tiny_state(), list[int]()
+    state, rows = tiny_state(), []
     forward = state.compute.forward
     state.compute = replace(
         state.compute,
@@ -179,7 +179,7 @@ def kept_bytes(recompute: str, model_config: ModelConfig) -> int:
     state = tiny_state(model_config=model_config)
     set_activation_checkpointing(state.model, recompute)
     parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
-    kept: dict[int, int] = {}
+    kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -200,7 +200,7 @@ def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config:
     wide = model_config.n_layer * 8 * 16 * model_config.d_ff * 4
     assert gelu <= plain - wide + 4096  # of each layer the MLP's wide output, fp32
     assert block < plain / 3
-    options: dict[str, Any] = {"dropout": 0.3, "model_config": model_config}
+    options = {"dropout": 0.3, "model_config": model_config}
     expected = gradients(4, **options)
     for recompute in ("gelu", "block"):
         found = gradients(4, recompute=recompute, **options)

@@ -98,7 +98,6 @@ def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
 
     def open_full(folder: Path) -> MetricsLogger:
         log = open_log(folder)
-        assert log._file is not None
         log._file.close()
         log._file = FileIO("/dev/full", "wb")
         return log

@@ -59,7 +59,7 @@ def test_callbacks_see_every_row_and_status_what_the_run_does(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("megatoken.base.system.metrics_log.STATUS_SECONDS", 0.0)
-    statuses = dict[tuple[str, int], dict[str, Any]]()
+    statuses = {}
 
     def keep(row: dict[str, Any]) -> None:
         at = row["kind"], row["step"]
@@ -88,7 +88,7 @@ def test_callbacks_see_every_row_and_status_what_the_run_does(
 def test_validation_and_samples_do_not_recompile_the_blocks(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    compiled: list[bool] = []
+    compiled = []
 
     def keep_graph(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
         compiled.append(torch.is_grad_enabled())

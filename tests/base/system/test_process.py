@@ -16,7 +16,7 @@ from tests.processes import group_members, wait_for_group, wait_until
 
 
 def test_a_child_returns_its_exit_code_and_lines():
-    lines: list[str] = []
+    lines = []
     program = "print(1, flush=True); sys.stderr.write('2'); sys.exit(3)"
     assert run_child(python_command(program), on_line=lines.append) == 3
     assert lines == ["1\n", "2"]

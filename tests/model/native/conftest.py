@@ -77,7 +77,7 @@ def native_library() -> Callable[[str], Library]:
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Return fp32, then bf16."""
-    dtype: torch.dtype = request.param
+    dtype = request.param
     return dtype
 
 

@@ -29,7 +29,7 @@ class Training:
         optimizer = build_optimizer(self.model, optim, matrices=WholeMatrices(rows, dtype))
         assert is_supported(optimizer)
         self.update = Update()
-        self.copies: dict[Tensor, Tensor] = {}
+        self.copies = {}
         if library:
             if dtype == torch.bfloat16:
                 self.copies = {

@@ -34,7 +34,6 @@ def run_muon() -> list[Tensor]:
     training.set_gradients(0)
     norm = training.update.grad_norm(training.optimizer)
     training.step(0)
-    assert norm is not None
     return [norm, *training.parameters()]
 
 
@@ -69,7 +68,7 @@ def run_sums() -> list[Tensor]:
     return [torch.tensor(squares, dtype=torch.float64), *gradients]
 
 
-RUNS: list[Callable[[], Iterable[Tensor]]] = [run_attention, run_int8, run_muon, run_sums]
+RUNS = [run_attention, run_int8, run_muon, run_sums]
 RUNS += [partial(run_block, GPT2), partial(run_block, LLAMA)]
 RUNS += [partial(run_products, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
