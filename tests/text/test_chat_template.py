@@ -206,13 +206,11 @@ CALLING = [
 ]
 
 
-@cache
-def train_byte_level() -> str:
-    return load_tokenizer("bpe:400", lambda: iter([PROSE])).to_json()
+BYTE_LEVEL = load_tokenizer("bpe:400", lambda: iter([PROSE])).to_json()
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(train_byte_level())
+    return tokenizers.Tokenizer.from_str(BYTE_LEVEL)
 
 
 def metaspace() -> tokenizers.Tokenizer:
@@ -549,7 +547,7 @@ def test_a_template_is_found_and_saved_unchanged(tmp_path: Path, place: str):
     assert (again.name, again.stop_ids) == (template.name, template.stop_ids)
 
 
-BAD = """
+BAD = """\
 no control token after an answer: {% for m in messages %}{{ m.content }}{% endfor %}
 control token of parts: {% for m in messages %}{{ m.content }}<end>{{ '<' ~ 's>' }}{% endfor %}
 contents dropped: {{ messages[-1].content }}<end>
@@ -560,7 +558,7 @@ attributes: {{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}<end
 """
 
 
-@pytest.mark.parametrize("line", BAD.strip().splitlines())
+@pytest.mark.parametrize("line", BAD.splitlines())
 def test_an_unusable_template_is_refused(tmp_path: Path, line: str):
     jinja = line.split(": ", 1)[1]
     tokenizer = write_files(tmp_path, {"chat_template.jinja": jinja})

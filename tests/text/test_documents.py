@@ -90,8 +90,8 @@ def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path):
     text = "one<|endoftext|>two\r\n<|endoftext|><|endoftext|>\n <|endoftext|>"
     write(tmp_path / "a.txt", f"<|endoftext|>{text}")
     write(tmp_path / "b.md", "three<|endoftext|>still three")
-    write(tmp_path / "deep" / "c.TXT", "")
-    write(tmp_path / "deep" / "d.txt", "\ufeff four \n")
+    write(tmp_path / "deep/c.TXT", "")
+    write(tmp_path / "deep/d.txt", "\ufeff four \n")
     write(tmp_path / "picture.png", b"\x89PNG\0")
     write(tmp_path / ".hidden.txt", "no")
     write(tmp_path / "binary.txt", b"text\0text")
@@ -318,7 +318,7 @@ def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path
 
 def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path):
     snapshot, elsewhere = tmp_path / "snapshot", tmp_path / "elsewhere"
-    write(snapshot / "data" / "train.jsonl", '{"text": "one"}')
+    write(snapshot / "data/train.jsonl", '{"text": "one"}')
     for name in ("README.md", "dataset_infos.json", "a.pdf", "b.pdf", "LICENSE"):
         write(snapshot / name, name)
     write(elsewhere / "b.txt", "two")
@@ -336,7 +336,7 @@ def test_a_corpus_with_the_name_of_a_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "python" / "a.txt", "text")
+    write(tmp_path / "python/a.txt", "text")
     with pytest.raises(ConfigError):
         find_source("python")
     assert list_names("./python") == ["a.txt"]
@@ -350,7 +350,6 @@ def test_python_is_always_there():
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
     assert not [name for name in names if name.startswith(("encodings/", "pydoc_data/"))]
     assert not {"html/entities.py", "stringprep.py", "locale.py", "keyword.py"} & {*names}  # tables
-    assert len(names) > 300
 
 
 def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path):

@@ -76,7 +76,7 @@ def test_external_shards_have_the_splits_of_their_names(tmp_path: Path, pattern:
         write_external(tmp_path / "test" / f"{name}.bin", np.arange(9, dtype="uint16"))
     shards = load_dataset(tmp_path / "test" / pattern).manifest.shards
     assert {shard.file.removesuffix(".bin"): shard.split for shard in shards} == splits
-    assert len(load_dataset(tmp_path / "test" / "f_test_0.bin").train) == 9
+    assert len(load_dataset(tmp_path / "test/f_test_0.bin").train) == 9
 
 
 def test_text_that_looks_like_rows_is_text(tmp_path: Path):

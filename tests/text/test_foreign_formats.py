@@ -28,7 +28,7 @@ def check_named(door: Door, path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_foreign_dataset_is_named_by_both_doors(name: str, tmp_path: Path):
     markers = FOREIGN[name]["markers"]
-    folder = tmp_path / "data" / "train"
+    folder = tmp_path / "data/train"
     folder.mkdir(parents=True)
     for marker in markers:
         (folder / marker.replace("*", "a")).write_text("{}")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.cli.main import main
 from megatoken.data.dataset import load_dataset
 from megatoken.data.shard_format import read_manifest
 from megatoken.text import parts
 from megatoken.text.commands.prepare import PrepareBar
+from tests.conftest import Call
 from tests.data.small_dataset import stop_after
 from tests.text.test_documents import write
 from tests.text.test_prepare import make_corpus, prepare, read_folder, small_chunks
@@ -24,19 +24,17 @@ def small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
 
 
-def run(*words: object) -> int:
-    return main(["prepare", *map(str, words)])
-
-
 @pytest.mark.fault(35)
 @pytest.mark.usefixtures("small_chunks")
-def test_machines_and_interruptions_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_machines_and_interruptions_change_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+):
     source, made = make_corpus(tmp_path / "corpus"), []
     for machines, place in ((1, "{}/1"), (4, "{}/4"), (4, "local://{}/store"), (16, "{}/16")):
         out, draw = place.format(tmp_path), random.Random(machines)
         for part in [1, *draw.sample(range(2, machines + 1), machines - 1)]:  # 1 has the tokenizer
-            words = [source, "--out", out, "--part", f"{part}/{machines}", "--workers", 1]
-            words += ["--tokenizer", "bpe:300", "--val-fraction", 0.2, "--shard-tokens", 2000]
+            line = f"prepare {source} --out {out} --part {part}/{machines} --workers 1"
+            line += " --tokenizer bpe:300 --val-fraction 0.2 --shard-tokens 2000"
             code = None
             while code != 0:
                 stop = stop_after(draw.randrange(1, 30))
@@ -44,8 +42,8 @@ def test_machines_and_interruptions_change_no_byte(tmp_path: Path, monkeypatch: 
                     patch.setattr(
                         PrepareBar, "update", lambda _, progress, stop=stop: stop(progress)
                     )
-                    code = run(*words)
-        assert run("--join", out) == 0
+                    code = call(line)[0]
+        assert call(f"prepare --join {out}")[0] == 0
         made.append(read_folder(Path(out.removeprefix("local://"))))
     assert made[1:] == made[:1] * 3
     assert len(read_manifest(tmp_path / "1").parts) >= 16
@@ -60,26 +58,28 @@ def test_machines_and_interruptions_change_no_byte(tmp_path: Path, monkeypatch: 
         assert getattr(joined.manifest, name) == getattr(whole.manifest, name)
 
 
-def test_missing_and_different_parts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_and_different_parts_are_named(tmp_path: Path, call: Call):
     for number in range(9):
         write(tmp_path / "in" / f"{number}.txt", f"{number} text " * 500)
-    common = (tmp_path / "in", "--out", tmp_path / "out", "--workers", 1, "--val-fraction", 0)
+    out = tmp_path / "out"
+    common = f"prepare {tmp_path}/in --out {out} --workers 1 --val-fraction 0 --tokenizer"
+    join = f"prepare --join {out}"
 
-    def refuse(*words: object) -> str:
-        assert run(*words) in (2, 3)
-        return capsys.readouterr().err
+    def refuse(line: str) -> str:
+        code, _, error = call(line)
+        assert code in (2, 3)
+        return error
 
-    assert "1/2" in refuse(*common, "--tokenizer", "bpe:300", "--part", "2/2")
-    assert run(*common, "--tokenizer", "bytes", "--part", "1/2") == 0
-    assert "--part 2/9" in refuse("--join", tmp_path / "out")
-    assert run(*common, "--tokenizer", "bytes", "--part", "2/2", "--text-key", "body") == 0
-    message = refuse("--join", tmp_path / "out")
-    assert "part-00002 has text_key body" in message
-    for path in (tmp_path / "out").glob("part-*[2468]"):
+    assert "1/2" in refuse(f"{common} bpe:300 --part 2/2")
+    assert call(f"{common} bytes --part 1/2")[0] == 0
+    assert "--part 2/9" in refuse(join)
+    assert call(f"{common} bytes --part 2/2 --text-key body")[0] == 0
+    assert "part-00002 has text_key body" in refuse(join)
+    for path in out.glob("part-*[2468]"):
         shutil.rmtree(path)
-    assert run(*common, "--tokenizer", "bytes", "--part", "2/2") == 0
-    assert run("--join", tmp_path / "out") == 0
-    assert run(*common, "--tokenizer", "bytes") == 0
-    assert "9 shards: already prepared" in capsys.readouterr().out
+    for line in (f"{common} bytes --part 2/2", join, f"{common} bytes"):
+        code, printed, _ = call(line)
+        assert code == 0
+    assert "9 shards: already prepared" in printed
     for part in ("0/2", "3/2", "1", "a/b"):
-        refuse(*common, "--part", part)
+        refuse(f"{common} bytes --part {part}")

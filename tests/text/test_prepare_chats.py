@@ -222,7 +222,7 @@ def test_keys_that_change_nothing_are_counted(tmp_path: Path):
 
 def test_damaged_labels_are_noticed(tmp_path: Path):
     dataset = prepare(tmp_path, chats(9))
-    (tmp_path / "data" / "train_000000.marks").write_bytes(bytes(65))
+    (tmp_path / "data/train_000000.marks").write_bytes(bytes(65))
     with pytest.raises(DataError, match=r"train_000000\.marks"):
         open_rows(dataset, "train")
 
@@ -291,7 +291,7 @@ def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path):
 
 
 # The number of the line that cannot be used, and lines.
-BAD_ROWS = """
+BAD_ROWS = """\
 2: GOOD | {"messages": [USER]}
 2: GOOD | {"messages": [{"role": "tool", "content": "x"}]}
 2: GOOD | {"prompt": "a", "completion": "b"}
@@ -343,14 +343,14 @@ BAD_ROWS = """
 """
 
 
-@pytest.mark.parametrize("row", BAD_ROWS.strip().splitlines())
+@pytest.mark.parametrize("row", BAD_ROWS.splitlines())
 def test_rows_that_cannot_be_used_are_refused(row: str, tmp_path: Path):
     line, text = row.split(": ", 1)
     path = tmp_path / "rows.jsonl"
     path.write_text(fill_in(text).replace(" | ", "\n"), errors="surrogateescape")
     with pytest.raises(DataError, match=rf"rows\.jsonl:{line}\b"):
         prepare_chats(find_source(str(path)), tmp_path / "data", BYTES, seq_len=64)
-    assert not (tmp_path / "data" / "manifest.json").exists()
+    assert not (tmp_path / "data/manifest.json").exists()
 
 
 def test_a_pair_is_compared_after_the_template(tmp_path: Path):
