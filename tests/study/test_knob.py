@@ -22,7 +22,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.study.bench import runner
 from megatoken.study.bench.main import run_bench
 from megatoken.study.bench.runner import Worker
-from megatoken.study.bench.training import Training, build_training
+from megatoken.study.bench.training import Training
 from megatoken.study.bench.worker import WorkerSpec
 from tests.tiny_model import CPU, TINY_GPT
 
@@ -98,26 +98,13 @@ def test_a_killed_benchmark_keeps_what_it_measured(tmp_path: Path):
     assert result == {"rows": [1], "unfinished": True}
 
 
-def test_training_starts_at_the_uniform_loss_and_learns():
-    """An unpadded vocabulary gives the same, up to the last bits: the measured micro-batch may
-    differ.
-    """
-    unpadded = replace(TINY_GPT, vocab_multiple=1, tie_embeddings=False)
-    for model in (TINY_GPT, unpadded):
-        spec = replace(SPEC, model_config=model, micro_batch=4)
-        first, again = (build_training(spec, ExitStack()) for _ in range(2))
-        before, after = (first.run(steps)["loss"] for steps in (1, 9))
-        assert before == pytest.approx(math.log(model.vocab_size), rel=0.02)
-        assert after < before - 0.03
-        assert again.run(1)["loss"] == before, "ids and weights come from seeds"
-
-
 def test_values_are_interleaved_with_the_first(tmp_path: Path):
     arguments = "knob activation_checkpointing --preset tiny --batch-seqs 4 --repeats 2"
     arguments = f"{arguments} --device cpu --out {tmp_path}"
     rows = run_bench(run_knob, build_parser().parse_args(arguments.split()), QUIET, [])["rows"]
     losses = {row["chosen"]: row["loss"] for row in rows}  # each value chooses its kernels
     assert {(row["chosen"], row["loss"]) for row in rows} == losses.items()
+    assert 0 < math.log(TINY_GPT.vocab_size) - rows[0]["loss"] < 1  # it has learned
     assert list(losses.values()) == pytest.approx([rows[0]["loss"]] * len(losses), rel=1e-3)
     for row in rows:
         assert row["gain"] == pytest.approx(rows[0]["seconds"] / row["seconds"])

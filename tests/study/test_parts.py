@@ -121,7 +121,7 @@ def test_native_kernels_count_for_what_they_compute():
     assert_groups(groups_by_name(build(precision="bf16", **machine)), expected)
 
 
-CUDA_KERNELS = """
+CUDA_KERNELS = """\
 matrix products: nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT
 matrix products: sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64
 matrix products: void cublasLt::splitKreduce_kernel<32, 16, int, float>
@@ -145,7 +145,7 @@ other: void at::native::sum_and_scatter<c10::BFloat16, long>
 """
 
 
-@pytest.mark.parametrize("row", CUDA_KERNELS.strip().splitlines())
+@pytest.mark.parametrize("row", CUDA_KERNELS.splitlines())
 def test_kernels_of_cuda(row: str):
     group, name = row.split(": ", 1)
     assert find_group(make_event(name), KERNELS) == group

@@ -1,72 +1,56 @@
 """Pictures of rows that lack values, and of models without a run."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megatoken.base.errors import ExitCode
-from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
-from megatoken.study.plots import draw_curves, draw_weights
+from megatoken.study.plots import draw_weights
+from tests.conftest import Call
 from tests.convert.models import byte_tokenizer, draw_model
+from tests.tiny_run import write_jsonl
 
 pytest.importorskip("matplotlib")
 
 
 def write_rows(folder: Path, *, steps: int, seconds: float) -> Path:
     """Write a log with a last training loss of 3.5 and a last validation loss of 3.25."""
-    folder.mkdir(parents=True)
     values = {"grad_norm": 0.75, "lr": 6e-4, "tokens_per_second": 123456.0}
     rows = [{"kind": "train", "loss": 9.0, **values} for _ in range(steps)]
     rows[-1]["loss"] = 3.5
     rows.append({"kind": "val", "loss": 3.25})
     rows.append({"kind": "eval", "task": "piqa", "acc": 0.625, "stderr": {"acc": 0.01}})
-    with (folder / "metrics.jsonl").open("w") as log:
-        for number, row in enumerate(rows, start=1):
-            step = min(number, steps)
-            place = {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
-            print(json.dumps(place | row), file=log)
-    return folder
+    for number, row in enumerate(rows, start=1):
+        step = min(number, steps)
+        row |= {"step": step, "tokens": step * 500_000, "elapsed_seconds": step * seconds}
+    return write_jsonl(folder / "metrics.jsonl", rows).parent
 
 
-def plot(arguments: object) -> int:
-    return main(["plot", *str(arguments).split()])
-
-
-def read_texts(picture: Path) -> set[str]:
-    return set(re.findall(r"<!-- (.*?) -->", picture.read_text()))
-
-
-def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path):
-    runs = [write_rows(tmp_path / name / "run", steps=8, seconds=60.0) for name in "ab"]
-    values = {"3.5000 train", "3.2500 val", "0.0006", "0.75", "123,456", "62.5% acc"}
-    titles = {"loss (nats per token)", "tokens/s", "piqa"}
+def test_axes_and_last_values_are_drawn_and_values_and_steps_may_be_missing(
+    tmp_path: Path, call: Call
+):
+    run = write_rows(tmp_path / "run", steps=8, seconds=60.0)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 9, "tokens": 30, "loss": 1e99, "lr": "nan"}\n')
+        log.write('{"kind": "eval", "step": 9, "tokens": 30, "task": "piqa", "acc": null}\n{half')
+    row = {"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}
+    started = write_jsonl(tmp_path / "started/metrics.jsonl", [row]).parent
     labels = {"tokens": "training tokens", "steps": "steps", "seconds": "time (minutes)"}
     for x, label in labels.items():
-        texts = read_texts(draw_curves(runs, tmp_path / f"{x}.svg", x))
-        assert {*values, *titles, label, str(runs[0]), str(runs[1])} <= texts
-
-
-def test_values_and_steps_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = write_rows(tmp_path / "run", steps=2, seconds=1.0)
-    with (run / "metrics.jsonl").open("a") as log:
-        log.write('{"kind": "train", "step": 3, "tokens": 30, "loss": 1e99, "lr": "nan"}\n')
-        log.write('{"kind": "eval", "step": 3, "tokens": 30, "task": "piqa", "acc": null}\n{half')
-    started, picture = tmp_path / "started", tmp_path / "x.svg"
-    started.mkdir()
-    (started / "metrics.jsonl").write_text('{"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}\n')
-    assert plot(f"{started} {run} --out {picture}") == ExitCode.DONE
-    assert {"3.2500 val", str(run)} <= read_texts(picture)
-    assert capsys.readouterr().out == f"{picture}\n"
-    assert plot(started) == ExitCode.DATA
-    assert plot(f"{run} --out {tmp_path}/x.docx") == ExitCode.CONFIG
+        picture = tmp_path / f"{x}.svg"
+        line = f"plot {started} {run} --x {x} --out {picture}"
+        assert call(line) == (ExitCode.DONE, f"{picture}\n", "")
+        texts = {*re.findall(r"<!-- (.*?) -->", picture.read_text())}
+        assert {"3.2500 val", "123,456", "tokens/s", label, str(run)} <= texts
+    assert call(f"plot {started}")[0] == ExitCode.DATA
+    assert call(f"plot {run} --out {tmp_path}/x.docx")[0] == ExitCode.CONFIG
 
 
 def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ):
     write_llmc(tmp_path / "tiny.bin", draw_model(), "fp32")
     byte_tokenizer().vocabulary.save(tmp_path)
@@ -77,12 +61,12 @@ def test_weights_of_a_file_or_folder_are_drawn_in_the_working_folder(
     monkeypatch.chdir(tmp_path)
     targets = {"tiny.bin": "plots/tiny", "model": "plots/model", "model --out mine": "mine"}
     for arguments, target in targets.items():
-        assert plot(f"{arguments} --pictures") == ExitCode.DONE
+        code, printed, _ = call(f"plot {arguments} --pictures")
         pictures = [f"{target}/positions.png", f"{target}/matrix.png"]
-        assert capsys.readouterr().out.split() == pictures
+        assert (code, printed.split()) == (ExitCode.DONE, pictures)
         assert all((tmp_path / picture).stat().st_size > 5_000 for picture in pictures)
     assert sorted(folder.iterdir()) == files
-    assert plot("model") == ExitCode.DATA
+    assert call("plot model")[0] == ExitCode.DATA
 
 
 def test_channels_and_block_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

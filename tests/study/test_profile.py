@@ -17,10 +17,10 @@ def test_profiled_steps_are_in_the_trace_and_compute_the_same_bits(tmp_path: Pat
         ("profiled", "log.profile=4:7"),
         ("late", "log.profile=9:99"),
     ):
-        train(tmp_path / name, data, *settings.split())
+        train(tmp_path / name, data, settings)
         assert read_losses(tmp_path / name) == read_losses(tmp_path / "plain")
         assert_equal_tensors(tmp_path / name, tmp_path / "plain")
-    folder = tmp_path / "profiled" / "profile"
+    folder = tmp_path / "profiled/profile"
     events = json.loads((folder / "trace-4-7.json").read_text())["traceEvents"]
     names = Counter(event["name"] for event in events)
     assert names["_ChunkedCrossEntropyBackward"] == 3 * 3  # micro-batches
@@ -29,9 +29,7 @@ def test_profiled_steps_are_in_the_trace_and_compute_the_same_bits(tmp_path: Pat
     table = json.loads((folder / "parts-4-7.json").read_text())
     seconds = {part["name"]: part["seconds"]["median"] for part in table["parts"]}
     assert 0 < seconds["matrix products"] < table["step_seconds"]["median"]
-    assert [path.name for path in (tmp_path / "late" / "profile").glob("trace*")] == [
-        "trace-9-12.json"
-    ]
+    assert (tmp_path / "late/profile/trace-9-12.json").is_file()
 
 
 @pytest.mark.parametrize("value", ["10", "7:4", "4:4", "a:b"])

@@ -17,7 +17,7 @@ def figure(median: float, low: float, high: float) -> dict[str, Any]:
     return {"median": median, "low": low, "high": high, "repeats": 5}
 
 
-CELLS = """
+CELLS = """\
 tokens_per_second 1234.5 1000 2000: 1,234 (1,000 to 2,000)
 seconds 0.0123 0.01 0.02: 12.3 ms (10 to 20)
 seconds 0.5 0.4 2: 500 ms (400 to 2 s)
@@ -31,7 +31,7 @@ loss 3.76328: 3.7633
 """
 
 
-@pytest.mark.parametrize("row", CELLS.strip().splitlines())
+@pytest.mark.parametrize("row", CELLS.splitlines())
 def test_cells_have_the_unit_of_their_key(row: str):
     arguments, cell = row.split(": ")
     key, *numbers = arguments.split()

@@ -62,7 +62,7 @@ def write_run(folder: Path, d_model: int, tokens: int, **meta: str) -> Path:
     """Write a run folder as training leaves it, with a loss that follows Chinchilla's law."""
     model = replace(TINY_GPT, d_model=d_model, d_ff=4 * d_model)
     loss = 1.0 + 20 / count_matmul_parameters(model) ** ALPHA + 30 / tokens**BETA
-    checkpoint = folder / "checkpoints" / "step-00000007"
+    checkpoint = folder / "checkpoints/step-00000007"
     checkpoint.mkdir(parents=True)
     row = {"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0}
     write_jsonl(folder / "metrics.jsonl", [row, row | {"kind": "val", "loss": loss}])
@@ -94,7 +94,7 @@ def test_command_fits_holds_out_and_extrapolates(runs: str, tmp_path: Path, ask:
     assert picture.stat().st_size > 10_000
 
 
-INCOMPLETE = """
+INCOMPLETE = """\
 status.json {"state": "stopped"}
 metrics.jsonl {"kind": "train", "step": 7, "tokens": 1}
 metrics.jsonl {}
@@ -102,7 +102,7 @@ checkpoints -
 """
 
 
-@pytest.mark.parametrize("line", INCOMPLETE.strip().splitlines())
+@pytest.mark.parametrize("line", INCOMPLETE.splitlines())
 def test_runs_that_do_not_count_are_refused(runs: str, call: Call, line: str):
     name, content = line.split(maxsplit=1)
     path = Path(runs.split()[3]) / name
