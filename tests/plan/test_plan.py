@@ -17,14 +17,14 @@ from megatoken.cli.recipe import find_model
 from megatoken.data.dataset import load_dataset
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plan.compute_optimal import FITTED, split_compute
-from megatoken.plan.estimate import SIZES, Plan, count_evaluated_tokens, plan_run, scale_gpus
+from megatoken.plan.estimate import SIZES, Plan, count_evaluated_tokens, plan_run
 from megatoken.plan.speed import Layout, estimate_step
 from tests.conftest import Ask, Call
 from tests.convert.models import TINY_GPT, draw_model, save_run
 from tests.tables import read_table
 from tests.tiny_run import write_jsonl
 
-A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
+H100 = GPUS["H100"]
 
 
 def read_config(name: str, *overrides: str) -> Config:
@@ -108,19 +108,6 @@ def test_what_does_not_fit_has_no_price(ask: Ask):
     assert ask("plan gpt2-124m --gpus 1xT4")["dollars"] is None  # unknown price
 
 
-def test_strong_scaling():
-    config = read_config("gpt2-124m")
-    # 512 sequences divide neither by 3 nor by 1,024.
-    plans = scale_gpus(config, A100, (1, 8, 64, 3, 1024))
-    assert [plan.layout.gpus for plan in plans] == [1, 8, 64]
-    rates = [plan.tokens_per_second for plan in plans]
-    assert rates[0] < rates[1] < rates[2] < 64 * rates[0]
-    for plan in plans:
-        layout = plan.layout
-        assert layout.gpus * layout.micro_batch * layout.micro_steps == config.batch_seqs
-        assert plan.step.tokens == config.budget.batch_tokens
-
-
 def test_muon_adds_its_products_to_the_optimizer():
     """1.63e12 FLOP at 62% of 989e12 a second, shared by the GPUs."""
 
@@ -134,7 +121,7 @@ def test_muon_adds_its_products_to_the_optimizer():
 
 
 # GPU, machine.precision; precision, program. Before Ampere there is no TF32, and bf16 is emulated.
-PROGRAMS = """
+PROGRAMS = """\
 T4 fp32 fp32 compiled
 V100-32GB fp32 fp32 compiled
 T4 bf16 bf16 compiled
@@ -144,7 +131,7 @@ GTX-1080Ti auto fp32 eager
 """
 
 
-@pytest.mark.parametrize("row", PROGRAMS.strip().splitlines())
+@pytest.mark.parametrize("row", PROGRAMS.splitlines())
 def test_products_in_a_precision_that_the_card_lacks_are_fp32(row: str):
     gpu, given, *expected = row.split()
     plan = plan_recipe(f"shakespeare 1x{gpu} machine.micro_batch=1 machine.precision={given}")
@@ -265,12 +252,6 @@ def test_the_ladder_has_what_the_card_has(gpu: str, ask: Ask):
     assert rows[-1]["speedup"] == rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"]
 
 
-def test_published_rates_are_those_of_that_card_and_model(ask: Ask):
-    runs = {"gpt2-124m --gpus H100": 27026, "gpt2-355m --gpus H100": None}
-    for run, rate in (runs | {"gpt2-124m --gpus H200": None}).items():
-        assert ask(f"plan {run} --ladder")["ladder"][0]["published"] == rate
-
-
 def test_explicit_attention_holds_the_scores():
     """Six bytes per score: the published bf16 rung takes 859 MiB more than FlashAttention's."""
     arguments = "shakespeare 1xH100 machine.precision=bf16 machine.fused=off machine.compile=off"
@@ -290,7 +271,7 @@ def test_recipes_of_other_programs(ask: Ask):
 
 def test_hours_are_left_out_if_the_length_is_that_of_unknown_files(ask: Ask):
     """The line of docs/coming-from.md: an epoch of shards that are not on this machine."""
-    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
     (flags,) = re.findall(r"--llmc '(-i [^']*-h 1)'", page)
     result = ask(f"plan --gpus 8xA100-40GB --llmc {shlex.quote(flags)}")
     assert (result["tokens"], result["hours"], result["dollars"]) == (None, None, None)

@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from megatoken.base.errors import ExitCode
-from megatoken.cli.main import main
 from megatoken.plan.scripts import ENGINES, Job, name_job, write_script
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
 from tests.tables import read_table
 
 PATH = f"{os.environ['PATH']}:{Path(sys.executable).parent}"
@@ -73,7 +72,7 @@ def pod_of(**changes: object) -> tuple[dict[str, Any], dict[str, Any], dict[str,
 
 def task_of(**changes: object) -> dict[str, Any]:
     (task,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, **changes)))  # type: ignore[arg-type]
-    return dict(task)
+    return task
 
 
 NUMBERS = """
@@ -167,18 +166,10 @@ def test_slurm_options_of_a_site(tmp_path: Path):
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def test_a_slurm_array_prepares_parts_and_a_dependent_job_joins_them(tmp_path: Path):
+def test_a_slurm_array_prepares_parts_and_a_dependent_job_joins_them(tmp_path: Path, call: Call):
     words = ["it's/", "--out", HOSTILE, "--workers", "4"]
-    arguments = [
-        "launch",
-        "slurm",
-        "--prepare",
-        shlex.join(words),
-        "--nodes",
-        "3",
-        "--partition=cpu",
-    ]
-    assert main([*arguments, "--write", f"{tmp_path}/script"]) == 0
+    line = f"launch slurm --nodes 3 --partition=cpu --write {tmp_path}/script --prepare "
+    assert call(line + shlex.quote(shlex.join(words)))[0] == 0
     # Slurm runs a copy of the script, each task of the array by itself.
     array = (
         'for SLURM_ARRAY_TASK_ID in 1 2 3; do export SLURM_ARRAY_TASK_ID; bash "$3" "$4"; done >&2'
@@ -227,11 +218,10 @@ slurm --nproc=12 budget.batch_tokens=6144 machine.tensor_parallel=3
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().split("\n"))
-def test_refused_options(line: str, capsys: pytest.CaptureFixture[str]):
-    engine, *options = shlex.split(line)
-    arguments = ["launch", engine, "gpt2-124m", *(each.replace(r"\n", "\n") for each in options)]
-    assert main(arguments) == ExitCode.CONFIG
-    assert capsys.readouterr().err.count("\n") == 1
+def test_refused_options(line: str, call: Call):
+    engine, options = line.split(" ", 1)
+    code, _, error = call(f"launch {engine} gpt2-124m {options}".replace(r"\n", "\n"))
+    assert (code, error.count("\n")) == (ExitCode.CONFIG, 1)
 
 
 @pytest.mark.parametrize("time", ["0", "6", "90:30", "12:00:00", "2-12", "2-12:30:00"])
@@ -270,7 +260,7 @@ def test_job_names_are_host_names():
     assert {recipe: name_job(recipe) for recipe in names} == names
 
 
-def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
+def test_the_launch_command_writes(tmp_path: Path, ask: Ask, call: Call):
     script = tmp_path / "job.sh"
     arguments = f"launch slurm gpt2-124m --nodes 2 --write {script} optim.lr=1e-3"
     result = ask(arguments)
@@ -279,7 +269,7 @@ def test_the_launch_command_writes(tmp_path: Path, ask: Ask):
     assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=24"} <= {*text.splitlines()}
     assert "megatoken train --nproc 8 gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
     script.write_text(f"{text}# edited\n")
-    assert main(arguments.split()) == ExitCode.CONFIG
+    assert call(arguments)[0] == ExitCode.CONFIG
     assert script.read_text() == f"{text}# edited\n"
 
 
