@@ -5,7 +5,6 @@ Each lists parts that its error must contain.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -21,29 +20,14 @@ GOOD = (
 )
 
 
-class BadConfig(NamedTuple):
-    """Arguments of `megatoken train`, where RECIPE stands for the path of a file with `recipe`.
-
-    says: parts of the error, where FILE stands for that path.
-    """
-
-    says: tuple[str, ...] = ()
-    recipe: bytes = GOOD
-    arguments: tuple[str, ...] = ("RECIPE",)
+# A recipe, arguments of `megatoken train`, and parts of the error. FILE: the recipe's path.
+Cases = Iterator[tuple[bytes, list[str], tuple[str, ...]]]
 
 
-def text(recipe: str, *says: str) -> BadConfig:
-    return BadConfig(("FILE", *says), recipe.encode())
-
-
-def override(argument: str, *says: str) -> BadConfig:
-    return BadConfig(says, arguments=("RECIPE", argument))
-
-
-def misspelled_fields() -> Iterator[BadConfig]:
+def misspelled_fields() -> Cases:
     """Write the last letter of every field's name twice."""
     for key in FIELDS:
-        yield override(f"{key}{key[-1]}=1", "command line", f"'{key}'")
+        yield GOOD, ["FILE", f"{key}{key[-1]}=1"], ("command line", f"'{key}'")
 
 
 def list_wrong_values(spec: ConfigField) -> list[str]:
@@ -60,13 +44,13 @@ def list_wrong_values(spec: ConfigField) -> list[str]:
     return [*wrong[spec.value_type], *below, *above]
 
 
-def wrong_values() -> Iterator[BadConfig]:
+def wrong_values() -> Cases:
     for key, spec in FIELDS.items():
         for value in list_wrong_values(spec):
             section, _, name = key.rpartition(".")
             lines = f"{section}:\n  {name}: {value}\n" if section else f"\n{name}: {value}\n"
-            yield text(lines, "FILE:2", key)
-            yield override(f"{key}={value}", "command line", key)
+            yield lines.encode(), ["FILE"], ("FILE:2", key)
+            yield GOOD, ["FILE", f"{key}={value}"], ("command line", key)
 
 
 BROKEN_YAML = {  # text -> the line at fault; 0 if not known
@@ -105,9 +89,9 @@ BROKEN_YAML = {  # text -> the line at fault; 0 if not known
 }
 
 
-def broken_yaml() -> Iterator[BadConfig]:
+def broken_yaml() -> Cases:
     for recipe, line in BROKEN_YAML.items():
-        yield text(recipe, f"FILE:{line}") if line else BadConfig((), recipe.encode())
+        yield recipe.encode(), ["FILE"], (f"FILE:{line}",) if line else ()
     for data in (
         "data: {path: na\u00efve}\n".encode("latin-1"),
         "seed: 1\n".encode("utf-16"),
@@ -116,7 +100,7 @@ def broken_yaml() -> Iterator[BadConfig]:
         b"data: {path: \xf0\x9f\x98",
         b"seed: 1\n" * (1 << 18),  # 2 MiB
     ):
-        yield BadConfig(("FILE",), data)
+        yield data, ["FILE"], ("FILE",)
 
 
 WRONG_OVERRIDES = """
@@ -127,17 +111,17 @@ WRONG_OVERRIDES = """
 """
 
 
-def wrong_overrides() -> Iterator[BadConfig]:
+def wrong_overrides() -> Cases:
     for argument in (*WRONG_OVERRIDES.split(), "save.every=10 minutes"):
-        yield override(argument, argument.partition("=")[0], "command line")
+        yield GOOD, ["FILE", argument], (argument.partition("=")[0], "command line")
     for argument in ("--model.n_layer=3", "model.n_layer", "=3", "-lr"):
-        yield override(argument, argument)
+        yield GOOD, ["FILE", argument], (argument,)
     for argument in ("data.path=nothing://bucket/data", "save.mirror=nothing://bucket/run"):
-        yield override(argument, "nothing")
-    yield override("data.path=s3://KEY:a-secret@bucket/data", "s3://***@bucket/data")
+        yield GOOD, ["FILE", argument], ("nothing",)
+    yield GOOD, ["FILE", "data.path=s3://KEY:a-secret@bucket/data"], ("s3://***@bucket/data",)
 
 
-def wrong_names() -> Iterator[BadConfig]:
+def wrong_names() -> Cases:
     near = {
         "quikstart": "quickstart",
         "gpt2-xl": "gpt2-1558m",
@@ -145,9 +129,9 @@ def wrong_names() -> Iterator[BadConfig]:
         "llama3-8b": "model.preset",
     }
     for name, suggestion in near.items():
-        yield BadConfig((name, suggestion), arguments=(name,))
+        yield GOOD, [name], (name, suggestion)
     for name in ("nowhere/x.yaml", ".", "", "x" * 300, "/dev/null/x", "a\0b", "a\nb"):
-        yield BadConfig(arguments=(name,))
+        yield GOOD, [name], ()
 
 
 @pytest.mark.long
@@ -156,7 +140,7 @@ def wrong_names() -> Iterator[BadConfig]:
     "kind", [misspelled_fields, wrong_values, broken_yaml, wrong_overrides, wrong_names]
 )
 def test_bad_configs_exit_with_one_line(
-    kind: Callable[[], Iterator[BadConfig]],
+    kind: Callable[[], Cases],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -165,14 +149,12 @@ def test_bad_configs_exit_with_one_line(
     # Building it takes most of the time.
     monkeypatch.setattr("megatoken.cli.arguments.build_parser", lambda _: PARSER)
     recipe = tmp_path / "r.yaml"
-    for case in kind():
-        recipe.write_bytes(case.recipe)
-        arguments = [
-            str(recipe) if argument == "RECIPE" else argument for argument in case.arguments
-        ]
-        code = main(["train", *arguments])
+    for content, arguments, says in kind():
+        recipe.write_bytes(content)
+        words = [argument.replace("FILE", str(recipe)) for argument in arguments]
+        code = main(["train", *words])
         out, err = capsys.readouterr()
-        assert (code, out, err.count("\n")) == (ExitCode.CONFIG, "", 1), (case, err)
+        assert (code, out, err.count("\n")) == (ExitCode.CONFIG, "", 1), (content, words, err)
         assert err.startswith("error: ")
-        assert all(part.replace("FILE", str(recipe)) in err for part in case.says), (case, err)
-        assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"], case
+        assert all(part.replace("FILE", str(recipe)) in err for part in says), (says, err)
+        assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"], (content, words)

@@ -104,7 +104,7 @@ def test_any_text_is_read_back_from_yaml(text: str):
 
 
 # Brown et al. 2020, table 2.1: learning rate, and batch in units of 1,024 tokens.
-GPT3 = """
+GPT3 = """\
 gpt3-125m 6e-4 512
 gpt3-350m 3e-4 512
 gpt3-760m 2.5e-4 512
@@ -116,7 +116,7 @@ gpt3-175b 0.6e-4 3072
 """
 
 
-@pytest.mark.parametrize("row", GPT3.strip().splitlines())
+@pytest.mark.parametrize("row", GPT3.splitlines())
 def test_gpt3_recipes_are_the_papers(row: str):
     name, lr, batch = row.split()
     config = resolve(name).config

@@ -19,7 +19,7 @@ from megatoken.plan.tuning.peak import cache_peak, with_peak
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 
-AUTO = """
+AUTO = """\
 cuda 6 0 fp32
 cuda 6 1 fp32
 cuda 7 0 fp16
@@ -34,7 +34,7 @@ mps 0 0 fp32
 """
 
 
-@pytest.mark.parametrize("row", AUTO.strip().splitlines())
+@pytest.mark.parametrize("row", AUTO.splitlines())
 def test_auto_precision_is_the_fast_one(row: str):
     kind, major, minor, precision, *features = row.split()
     assert fast_precision(kind, (int(major), int(minor)), frozenset(features)) == precision
@@ -57,7 +57,7 @@ def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
-    return tmp_path / "cache" / "peaks.json"
+    return tmp_path / "cache/peaks.json"
 
 
 @pytest.mark.usefixtures("peaks")
@@ -114,7 +114,7 @@ def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyP
 
 MODELS = {"gpt": TINY_GPT, "llama": TINY_LLAMA, "short": replace(TINY_GPT, n_layer=1)}
 # What is compiled, backend, checkpointing, model and dropout; master weights and a copy in bf16.
-COMPILED = """
+COMPILED = """\
 on aot_eager none gpt 0
 on aot_eager none gpt 0 low
 blocks aot_eager gelu gpt 0.2
@@ -125,7 +125,7 @@ blocks inductor none short 0 low
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("row", COMPILED.strip().splitlines())
+@pytest.mark.parametrize("row", COMPILED.splitlines())
 def test_compiled_steps_equal_eager_ones(row: str, monkeypatch: pytest.MonkeyPatch):
     """Compiling with inductor takes seconds."""
     kind, backend, checkpointing, model, dropout, *low = row.split()

@@ -23,7 +23,7 @@ from megatoken.base.system.peak_flops import PEAK_FLOPS
 from tests.tables import read_table
 
 # As the data sheets print them, in TFLOP/s.
-DATA_SHEETS = """
+DATA_SHEETS = """\
 Tesla V100-SXM2-32GB, fp16, 125
 NVIDIA GeForce RTX 3090, bf16, 71.2
 NVIDIA GeForce RTX 4090, bf16, 165.2
@@ -36,7 +36,7 @@ AMD Instinct MI300X, bf16, 1307.4
 
 
 def test_peaks_are_the_dense_ones_of_the_data_sheets():
-    for line in DATA_SHEETS.strip().splitlines():
+    for line in DATA_SHEETS.splitlines():
         name, precision, tera = line.split(", ")
         assert PEAK_FLOPS[name][precision] == pytest.approx(float(tera) * 1e12, rel=1e-9), name
     for name, row in PEAK_FLOPS.items():
@@ -57,7 +57,7 @@ def test_processes_merge_their_measurements(tmp_path: Path, monkeypatch: pytest.
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         list(pool.map(save_measurements, names))
     assert read_measurements("x.json") == {name: ord(name) for name in "".join(names)}
-    (tmp_path / "cache" / "x.json").write_text("[1")
+    (tmp_path / "cache/x.json").write_text("[1")
     assert read_measurements("x.json") == {}
     monkeypatch.setenv("MEGATOKEN_CACHE", "/dev/null/no")
     save_measurement("x.json", "a", 1)  # not writable: no error

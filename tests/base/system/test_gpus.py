@@ -6,7 +6,7 @@ from megatoken.base.errors import ConfigError
 from megatoken.base.system.gpus import GPUS, find_gpu, parse_gpus
 from megatoken.base.system.peak_flops import PEAK_FLOPS
 
-NUMBERS_AND_NAMES = """
+NUMBERS_AND_NAMES = """\
 8xA100-40GB: 8 A100-40GB
 8 x a100-40: 8 A100-40GB
 a100: 1 A100-80GB
@@ -18,7 +18,7 @@ a100: 1 A100-80GB
 
 
 def test_numbers_and_names():
-    for line in NUMBERS_AND_NAMES.strip().splitlines():
+    for line in NUMBERS_AND_NAMES.splitlines():
         text, _, words = line.partition(": ")
         *counts, name = words.split()
         assert parse_gpus(text) == ([*map(int, counts)], GPUS[name])
@@ -34,5 +34,3 @@ def test_every_gpu_has_a_peak_and_less_memory_than_its_label():
     # 80 GiB and less, more than 80e9 bytes.
     assert GPUS["H100"].memory_bytes == pytest.approx(85.0e9, rel=1e-3)
     assert GPUS["A100-40GB"].memory_bytes == pytest.approx(42.3e9, rel=1e-3)
-    assert GPUS["H100"].peak_flops("bf16") == 989.4e12
-    assert GPUS["V100-32GB"].peak_flops("tf32") == GPUS["V100-32GB"].peak_flops("fp32") == 15.7e12

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch import nn
 
 from megatoken.base.errors import ConfigError
 from megatoken.base.system import torch_compat
@@ -18,27 +17,3 @@ def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest
     torch_compat.foreach_copy([torch.zeros(1)], [torch.ones(1)])
     with pytest.raises(AttributeError):
         torch_compat.no_such_name  # noqa: B018
-
-
-def test_scaler_found_inf_names_an_overflow():
-    weight = torch.ones(1, requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
-    weight.grad = scaler.scale(torch.full((1,), float("inf")))
-    scaler.unscale_(optimizer)
-    assert [float(flag) for flag in torch_compat.scaler_found_inf(scaler, optimizer)] == [1.0]
-
-
-def test_a_compiled_module_runs_uncompiled():
-    def fail(*_: object) -> object:
-        raise AssertionError("compiled")
-
-    plain = nn.Sequential(nn.Linear(2, 2))
-    x = torch.ones(1, 2)
-    expected = plain(x)
-    compiled = torch.compile(plain, backend=fail)
-    plain[0].compile(backend=fail)
-    for each in (compiled, plain):
-        with torch_compat.uncompiled(each) as module:
-            assert torch.equal(module(x), expected)
-    torch_compat.uncompile(plain)
-    assert torch.equal(plain(x), expected)
