@@ -83,7 +83,7 @@ def test_manifest_round_trip(tmp_path: Path):
     assert (in_parts.tokens("train"), in_parts.tokens("val")) == (6, 2)
 
 
-CHANGES = """
+CHANGES = """\
 "version": 2 -> "version": 1
 "format": "megatoken dataset" -> "format": "another"
 "train_000000.bin" -> "../train.bin"
@@ -110,7 +110,7 @@ def test_fingerprint_follows_the_content():
     assert len({MANIFEST.fingerprint, *(other.fingerprint for other in others)}) == 4
 
 
-@pytest.mark.parametrize("change", CHANGES.strip().splitlines())
+@pytest.mark.parametrize("change", CHANGES.splitlines())
 def test_manifest_with_a_right_hash_and_wrong_content_is_refused(tmp_path: Path, change: str):
     old, new = change.split(" -> ")
     write_manifest(tmp_path, MANIFEST)
