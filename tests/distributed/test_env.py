@@ -3,7 +3,7 @@
 import pytest
 
 from megatoken.base.errors import ConfigError
-from megatoken.distributed.env import DistEnv, first_host, read_dist_env
+from megatoken.distributed.env import read_dist_env
 
 # As mpirun of Open MPI 5, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18 set them.
 OPEN_MPI = (
@@ -51,6 +51,10 @@ ROWS = """\
 5 of 7, gpu003 1 of 4: STEP SLURM_NTASKS=28
 5 of 7, gpu003 1 of 4: STEP SLURM_STEP_TASKS_PER_NODE=4(x2),3
 5 of 7, here 1 of 7: STEP SLURM_STEP_TASKS_PER_NODE=7
+5 of 7, gpu003 1 of 4: STEP SLURM_STEP_NODELIST=gpu[003-005,9],cpu1
+5 of 7, node7 1 of 4: STEP SLURM_STEP_NODELIST=node7
+5 of 7, a1 1 of 4: STEP SLURM_STEP_NODELIST=a1,a2
+5 of 7, rack1-ib 1 of 4: STEP SLURM_STEP_NODELIST=rack[1,3]-ib
 5 of 7, head 1 of 4: STEP MASTER_ADDR=head
 5 of 7, gpu003 1 of 4: STEP PMI_RANK=5 PMI_SIZE=7
 5 of 8, head 1 of 4: OPEN_MPI OMPI_COMM_WORLD_LOCAL_SIZE=4 MASTER_ADDR=head
@@ -68,23 +72,12 @@ def test_ranks_of_launchers(row: str):
     assert f"{ranks} of {found.local_world_size}" == expected
 
 
-def test_variables_round_trip():
-    ranks = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4}
-    dist_env = DistEnv(**ranks, address="node-0", port=1234)
-    assert read_dist_env(dist_env.variables()) == dist_env
-
-
 def test_jobs_have_ports_of_their_own():
     for other in ("OPEN_MPI PMIX_NAMESPACE=2", "STEP SLURM_JOB_ID=2"):
         ports = {read_dist_env(spell(line)).port for line in ("OPEN_MPI", "STEP", other)}
         assert len(ports) == 3
         assert all(10_000 <= port < 50_000 for port in ports)
         assert read_dist_env(spell(f"{other} MASTER_PORT=7")).port == 7
-
-
-def test_first_host_of_a_list():
-    lists = ("gpu[003-005,9],cpu1", "node7", "a1,a2", "rack[1,3]-ib")
-    assert [*map(first_host, lists)] == ["gpu003", "node7", "a1", "rack1-ib"]
 
 
 MISSING = """\

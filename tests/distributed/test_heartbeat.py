@@ -142,7 +142,7 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(beats: Heartbeat, tmp_p
 
 
 # Phase, step, seconds that it takes, and its limit.
-LIMITS = """
+LIMITS = """\
 step 80 3.0 8.0
 step 81 0.1 15.0
 validate 81 100.0 inf
@@ -174,7 +174,7 @@ def test_limits_follow_what_was_measured(
     assert limits == [inf, inf, inf, 450.0]
     for step in range(4, 80):
         limit_after("step", step, 0.1)
-    for line in LIMITS.strip().splitlines():
+    for line in LIMITS.splitlines():
         phase, number, seconds, limit = line.split()
         assert limit_after(phase, int(number), float(seconds)) == float(limit), line
     limit_after("step", 84, 0.0)

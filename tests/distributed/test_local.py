@@ -77,7 +77,7 @@ os.environ["RANK"] == "3" and os.abort()
 @contextmanager
 def start(folder: Path, work: str) -> "Iterator[subprocess.Popen[bytes]]":
     """Start two ranks by a launcher in its own process group; return it once both handle signals."""
-    command = [sys.executable, "-c", LAUNCH, "-c", RANK, str(folder), work]
+    command = [sys.executable, "-c", LAUNCH, "-c", RANK, folder, work]
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             wait_for(folder, "ready")
@@ -159,7 +159,7 @@ def test_a_lost_rank_of_one_machine_is_named_and_not_started_again(
 @pytest.mark.parametrize("with_marker", [False, True])
 def test_an_early_signal_is_a_stop(with_marker: bool, tmp_path: Path):
     marker = tmp_path / "ending"
-    command = [sys.executable, "-c", PROGRAM, *([str(marker)] if with_marker else [])]
+    command = [sys.executable, "-c", PROGRAM, *([marker] if with_marker else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGUSR1)

@@ -15,7 +15,7 @@ from megatoken.plan.dry_run import dry_run
 
 # Preset, micro-batch, sharding, activation checkpointing, precision, micro-batches of a step, more
 # settings. Each part of the formula is the largest one somewhere.
-CASES = """
+CASES = """\
 gpt2-124m 1 none none bf16 2
 gpt2-124m 16 none gelu bf16 1
 gpt2-124m 4 zero2 gelu bf16 1
@@ -34,7 +34,7 @@ llama-110m 8 zero3 none bf16 2 machine.tensor_parallel=2
 """
 
 
-@pytest.mark.parametrize("line", CASES.strip().splitlines())
+@pytest.mark.parametrize("line", CASES.splitlines())
 def test_the_formula_agrees_with_the_dry_run_to_10_percent(line: str):
     preset, micro_batch, sharding, checkpointing, precision, micro_steps, *others = line.split()
     settings = f"""model.preset={preset} model.n_layer=2 model.seq_len=1024 budget.steps=1

@@ -294,7 +294,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "config.yaml").write_text("version: 2\n")
     (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "vocab.json").write_text("{}")
+    (folder / "tokenizer/vocab.json").write_text("{}")
     plain = {
         family: run_single_process(family, folder / f"{family}.pt")
         for family in {family_of(name) for name in DIMS}

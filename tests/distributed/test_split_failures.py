@@ -54,7 +54,7 @@ def build(layout: str, comm: Comm) -> TrainState:
     return build_sharded(TINY_GPT, dims, comm, starts_reduction=False)
 
 
-def train_three(state: TrainState, comm: Comm) -> list[float]:
+def train_three(state: TrainState) -> list[float]:
     state.start_grad_reduction()
     return train(state, 3)
 
@@ -104,10 +104,10 @@ def work(env: DistEnv, folder: Path) -> dict[str, Any]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(nn.Module, "compile", compile_badly)
                 note = compile_forward(compiled, step_config, CPU, "blocks")
-                found[layout] = {"compiled": train_three(compiled, comm)}
+                found[layout] = {"compiled": train_three(compiled)}
             found[layout] |= {"rates": list(rates), "tried": memory.sizes, "note": note}
-            found[layout]["tuned"] = train_three(tuned, comm)
-            found[layout]["untouched"] = train_three(untouched, comm)
+            found[layout]["tuned"] = train_three(tuned)
+            found[layout]["untouched"] = train_three(untouched)
     try:
         with (
             join_process_group(env, "cpu") as comm,

@@ -37,9 +37,8 @@ def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_by_command(rank: int, data: str, out: Path) -> None:
     """Run `megatoken train --json` as a launcher's rank does."""
-    arguments = ["train", str(TINY), "--out", str(out), "--json", data, RATE]
     with out.with_name(f"{rank}.json").open("w") as file, contextlib.redirect_stdout(file):
-        assert main(arguments) == ExitCode.DONE
+        assert main(f"train {TINY} --out {out} --json {data} {RATE}".split()) == ExitCode.DONE
 
 
 @pytest.mark.fault(40)
@@ -92,16 +91,9 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 def test_a_killed_rank_ends_all(data: str, tmp_path: Path):
     out = tmp_path / "run"
-    options = f"--out {out} --nproc 2 --restarts 0 budget.steps=100000 machine.sharding=zero1"
-    arguments = [
-        "train",
-        str(TINY),
-        data,
-        *options.split(),
-        "save.every=2",
-        "machine.micro_batch=2",
-    ]
-    running = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE)
+    options = "--nproc 2 --restarts 0 budget.steps=100000 save.every=2 machine.micro_batch=2"
+    line = f"train {TINY} {data} --out {out} {options} machine.sharding=zero1"
+    running = subprocess.Popen([*COMMAND, *line.split()], stderr=subprocess.PIPE)
     wait_until(lambda: len(list_steps(out / "checkpoints")) >= 2, running)  # the next is on its way
     ranks = {read_variable(child, "RANK"): child for child in children(running.pid)}
     os.kill(ranks["1"], signal.SIGKILL)
