@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import subprocess
 import tempfile
 from typing import Any, Self
@@ -13,10 +12,6 @@ from tests.processes import HANG_SECONDS, wait_until
 
 OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update --remote-debugging-pipe"""
-
-
-def find_browser() -> str | None:
-    return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Browser:
@@ -68,7 +63,7 @@ class Browser:
                 raise RuntimeError("the browser has ended")
             self._buffer += block
         message, _, self._buffer = self._buffer.partition(b"\0")
-        return dict(json.loads(message))
+        return json.loads(message)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""
@@ -79,7 +74,7 @@ class Browser:
             self.events.append(answer)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
-        return dict(answer["result"])
+        return answer["result"]
 
     def open(self, address: str) -> None:
         """Load a page, and wait until it is loaded."""
@@ -100,7 +95,7 @@ class Browser:
 
     def press(self, key: str) -> None:
         """Press a key by its name in the DOM, such as Tab."""
-        codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "Escape": 27}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27}
         for kind in ("keyDown", "keyUp"):
             names = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
             self.call("Input.dispatchKeyEvent", type=kind, **names)

@@ -170,7 +170,7 @@ def test_thinking_and_tool_calls():
 def test_64_clients_get_the_texts_they_get_alone():
     def ask(number: int) -> str:
         options = {"seed": number, "max_tokens": 12 + number % 9, "temperature": number % 3 / 2}
-        return str(served.choose(f"{number} " * (1 + number % 4), **options)["text"])
+        return served.choose(f"{number} " * (1 + number % 4), **options)["text"]
 
     with serve(cache_tokens=2 * SIZES.seq_len) as served:
         with ThreadPoolExecutor(64) as pool:

@@ -1,6 +1,7 @@
 """The chat page in a real browser: by keyboard, as text, from this server only."""
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
 
@@ -20,6 +21,14 @@ IDLE = "!document.getElementById('send').disabled"
 def served() -> Iterator[Served]:
     with serve() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Return a page of Chromium; skip without it."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    with Browser(program or pytest.skip("no Chromium on this machine")) as opened:
+        yield opened
 
 
 def open_page(browser: Browser, served: Served) -> None:

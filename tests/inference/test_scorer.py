@@ -44,12 +44,6 @@ def score(model: GPT, examples: list[Example]) -> list[list[float]]:
     return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, SINGLE)]
 
 
-def test_padding_attends_to_itself_only():
-    trees = [make_tree(([5, 8, 9, 0], 2)), make_tree(([1, 2], 1))]
-    mask = stack_trees(trees, CPU.torch_device)[1].attn_mask
-    assert mask[1, 0].int().tolist() == torch.eye(3).tolist()
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=6),
