@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
 
 TOKEN = "hf_a_token_of_the_tests"
 
 
 class Handler(BaseHTTPRequestHandler):
     files: dict[str, bytes]  # of the repository, by path
-    objects: dict[str, bytes]  # large files, by sha256
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
@@ -25,41 +23,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        address = f"http://{self.headers['Host']}/me/tiny"
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer({"error": "Invalid token"}, 401)
         elif self.path == "/api/repos/create":
-            self.answer({"url": f"{self.root}/me/tiny"})
+            self.answer({"url": address})
         elif self.path == "/api/validate-yaml":  # of the model card
             self.answer({"errors": [], "warnings": []})
-        elif "/preupload/" in self.path:
-            paths = [each["path"] for each in json.loads(body)["files"]]
-            modes = {True: "lfs", False: "regular"}
-            rows = [{"path": p, "uploadMode": modes[p.endswith("safetensors")]} for p in paths]
-            self.answer({"files": [row | {"shouldIgnore": False} for row in rows]})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            rows = json.loads(body)["objects"]
-            upload = {"upload": {"href": f"{self.root}/put"}}
-            self.answer(
-                {"transfer": "basic", "objects": [row | {"actions": upload} for row in rows]},
-                kind="application/vnd.git-lfs+json",
-            )
+        elif "/preupload/" in self.path:  # no file is too large for a commit
+            row = {"uploadMode": "regular", "shouldIgnore": False}
+            self.answer({"files": [row | each for each in json.loads(body)["files"]]})
         elif "/commit/" in self.path:
-            for line in body.splitlines():
-                row = json.loads(line)
-                value = row["value"]
-                if row["key"] == "file":
+            for value in (json.loads(line)["value"] for line in body.splitlines()):
+                if "path" in value:
                     self.files[value["path"]] = base64.b64decode(value["content"])
-                elif row["key"] == "lfsFile":
-                    self.files[value["path"]] = self.objects[value["oid"]]
-            address = {"commitUrl": f"{self.root}/me/tiny/commit/1", "commitOid": "1"}
-            self.answer(address | {"hookOutput": ""})
-        else:
-            self.answer({}, 404)
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.objects[hashlib.sha256(content).hexdigest()] = content
-        self.answer({})
+            self.answer({"commitUrl": f"{address}/commit/1", "commitOid": "1", "hookOutput": ""})
 
     def do_GET(self) -> None:
         name = self.path.partition("/resolve/")[2].partition("/")[2].partition("?")[0]
@@ -67,27 +45,23 @@ class Handler(BaseHTTPRequestHandler):
             rows = [{"rfilename": name} for name in self.files]
             self.answer({"id": "me/tiny", "sha": "1" * 40, "siblings": rows})
         elif name in self.files:
-            self.send(self.files[name], 200, "application/octet-stream")
+            self.send(self.files[name], 200)
         else:
             self.answer({}, 404)
 
     do_HEAD = do_GET
 
-    @property
-    def root(self) -> str:
-        return f"http://{self.headers['Host']}"
+    def answer(self, value: object, code: int = 200) -> None:
+        self.send(json.dumps(value).encode(), code, "application/json")
 
-    def answer(self, value: Any, code: int = 200, kind: str = "application/json") -> None:
-        self.send(json.dumps(value).encode(), code, kind)
-
-    def send(self, body: bytes, code: int, kind: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", "1" * 40)
+    def send(self, body: bytes, code: int, kind: str = "application/octet-stream") -> None:
+        headers = {"Content-Type": kind, "Content-Length": len(body), "X-Repo-Commit": "1" * 40}
+        headers["ETag"] = f'"{hashlib.sha256(body).hexdigest()}"'
         if code == 404:
-            self.send_header("X-Error-Code", "EntryNotFound")
+            headers["X-Error-Code"] = "EntryNotFound"
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -96,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serve_hub() -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield the hub's address, and the files of its repository me/tiny."""
-    handler = type("Hub", (Handler,), {"files": {}, "objects": {}})
+    handler = type("Hub", (Handler,), {"files": {}})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", handler.files

@@ -85,12 +85,12 @@ def list_tensors(file: Path) -> list[Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    tensors = list_tensors(folder / "out" / "model.gguf")
+    tensors = list_tensors(folder / "out/model.gguf")
     return {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in tensors}
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    fields = gguf.GGUFReader(folder / "out" / "model.gguf").fields
+    fields = gguf.GGUFReader(folder / "out/model.gguf").fields
     return {name: field.contents() for name, field in fields.items()}
 
 
@@ -176,7 +176,7 @@ def test_a_chat_model_has_its_template_and_ends(tmp_path: Path):
     assert [*fields["tokenizer.ggml.token_type"][-3:]] == [gguf.TokenType.CONTROL] * 3
     unmarked = re.sub("{% (end)?generation %}", "", template.jinja)
     assert fields["tokenizer.chat_template"] == unmarked
-    modelfile = (tmp_path / "out" / "Modelfile").read_text()
+    modelfile = (tmp_path / "out/Modelfile").read_text()
     assert modelfile.startswith("FROM ./model.gguf\nTEMPLATE")
     assert re.findall("^PARAMETER (.*)$", modelfile, re.M) == [
         'stop "<|im_end|>"',
@@ -205,7 +205,7 @@ def test_a_sentencepiece_vocabulary_has_scores_in_the_order_of_merges(tmp_path: 
 def test_quantization(dtype: str, error: float, tmp_path: Path):
     model = draw_model(FAMILIES["qwen3-untied"])
     write(tmp_path, model, dtype=dtype)
-    tensors = list_tensors(tmp_path / "out" / "model.gguf")
+    tensors = list_tensors(tmp_path / "out/model.gguf")
     types = {each.name: each.tensor_type.name for each in tensors}
     assert types["blk.0.attn_v.weight"] == {"fp16": "F16"}.get(dtype, dtype.upper())
     assert types["blk.0.attn_norm.weight"] == "F32"

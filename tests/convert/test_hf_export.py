@@ -182,7 +182,7 @@ def test_a_model_of_transformers_has_the_same_logits_and_text_and_goes_back(
         for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     reference.save_pretrained(tmp_path / "theirs")
-    model, _ = load_hf(str(tmp_path / "theirs"))
+    model, _ = load_hf(f"{tmp_path}/theirs")
     assert relative(model.logits(IDS), reference(IDS).logits) <= TOLERANCE
     assert_same_text(model, reference)
     export_model(model, tmp_path)
@@ -285,10 +285,10 @@ def test_unused_ids_are_left_out_and_without_transformers_nothing_is_verified(
 def test_bf16_export_is_compared_as_written(tmp_path: Path):
     answer = export_model(draw_model(), tmp_path, dtype="bf16")
     assert answer["max_relative_difference"] <= TOLERANCE
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = load_file(tmp_path / "out/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert torch.equal(tensors["transformer.ln_f.bias"], draw_model().norm.bias.bfloat16())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

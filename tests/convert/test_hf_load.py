@@ -48,7 +48,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 @pytest.fixture
 def folder(small: tuple[Any, Path], tmp_path: Path) -> Path:
     """A copy of the small model's folder, to be damaged."""
-    return Path(shutil.copytree(small[1], tmp_path / "copy"))
+    return shutil.copytree(small[1], tmp_path / "copy")
 
 
 def logits_of(model: GPT) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_hub_names_are_found_in_the_local_cache(
     home = tmp_path / "models--somebody--tiny-gpt2"
     shutil.copytree(small[1], home / "snapshots" / commit)
     (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(commit)
+    (home / "refs/main").write_text(commit)
     assert load_hf("somebody/tiny-gpt2")[1] == home / "snapshots" / commit
     with pytest.raises(CheckpointError):
         load_hf("somebody/absent")

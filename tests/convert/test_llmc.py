@@ -64,7 +64,7 @@ def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path):
     assert (answer["verified"], answer["ids_left_out"], answer["source"]) == (True, 43, str(path))
     assert loaded.model.config.vocab_size == 300
     assert torch.equal(loaded.model.norm.bias, load_pretrained(path).model.norm.bias)  # not rounded
-    again = load_pretrained(tmp_path / "second" / "model.bin")
+    again = load_pretrained(tmp_path / "second/model.bin")
     assert again.model.config == TINY_GPT
     assert again.tokenizer.vocabulary.shares_ids(byte_tokenizer().vocabulary)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from megatoken.base.errors import CheckpointError, DataError
+from megatoken.base.errors import CheckpointError
 from megatoken.store.pretrained import read_architecture
 from megatoken.text.chat_template import Message, find_template
 from megatoken.text.load_pretrained import load_pretrained
@@ -86,10 +86,10 @@ def make_encoding() -> Any:
 
 def write_nanochat(folder: Path, state: dict[str, Tensor], **fields: Any) -> Path:
     """Write a base folder of nanochat; return the folder of the checkpoint."""
-    checkpoint = folder / "base_checkpoints" / "d2"
+    checkpoint = folder / "base_checkpoints/d2"
     checkpoint.mkdir(parents=True)
     (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(make_encoding()))
+    (folder / "tokenizer/tokenizer.pkl").write_bytes(pickle.dumps(make_encoding()))
     for step in (9, 10):
         torch.save(state, checkpoint / f"model_{step:06d}.pt")
         meta = {"step": step, "model_config": SIZES | fields}
@@ -178,7 +178,7 @@ def test_ids_equal_tiktoken(tmp_path: Path):
         assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text), repr(text)
         assert tokenizer.decode(encoding.encode_ordinary(text)) == text
     assert (tokenizer.vocab_size, tokenizer.eot, tokenizer.bos_ids) == (275, 266, [266])
-    assert load_tokenizer(str(tmp_path / "tokenizer")).fingerprint == tokenizer.fingerprint
+    assert load_tokenizer(f"{tmp_path}/tokenizer").fingerprint == tokenizer.fingerprint
 
 
 def test_conversation_is_rendered_as_in_nanochat(tmp_path: Path):
@@ -206,16 +206,3 @@ def test_other_versions_and_missing_meta_are_named(tmp_path: Path):
     (folder / "meta_000010.json").unlink()
     with pytest.raises(CheckpointError, match=r"model_config — .*meta_000010\.json"):
         load_pretrained(folder)
-
-
-class Call:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("called",)
-
-
-def test_pickle_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for content in (Call(), "gpt2", {"pat_str": "("}):
-        (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(content))
-        with pytest.raises(DataError):
-            load_tokenizer(str(tmp_path))
-    assert not capsys.readouterr().out

@@ -30,7 +30,7 @@ def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GPT, GPT, An
     """Return a base model, the same with random adapters, and PEFT's model from its export."""
     base = draw_model(FAMILIES[request.param])
     export(LoadedModel(base, byte_tokenizer(), "base"), "hf", tmp_path / "hf")
-    model = draw_model(replace(base.config, lora_rank=4, lora_alpha=5.0, init=str(tmp_path / "hf")))
+    model = draw_model(replace(base.config, lora_rank=4, lora_alpha=5.0, init=f"{tmp_path}/hf"))
     model.load_state_dict(base.state_dict(), strict=False)
     write_peft(tmp_path, model, "fp32")
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -34,9 +34,9 @@ def test_a_pushed_run_is_loaded_from_the_hub_with_its_card(tmp_path: Path):
     run = tmp_path / "run"
     train(run, data)
     with serve_hub() as (address, files):
-        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+        variables = {"HF_ENDPOINT": address, "HF_HOME": f"{tmp_path}/hf"}
         done = subprocess.run(
-            [sys.executable, "-c", USE, str(run), TOKEN],
+            [sys.executable, "-c", USE, run, TOKEN],
             env=os.environ | variables | {"HF_HUB_DISABLE_XET": "1"},
             cwd=tmp_path,
             capture_output=True,

@@ -67,7 +67,7 @@ def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # At steps 0, 10, 60 and 93, with r = (step - warm-up) / (steps - warm-up):
 # min + 0.5 (1 + cos(pi r)) (lr - min); wsd, from step 88 on: min + (1 - sqrt(r)) (lr - min).
-RATES = """
+RATES = """\
 cosine 2e-4 2e-3 1.1e-3 3.2533218e-4
 linear 2e-4 2e-3 1.1e-3 5.06e-4
 constant 2e-3 2e-3 2e-3 2e-3
@@ -75,7 +75,7 @@ wsd 2e-4 2e-3 2e-3 1.1418837e-3
 """
 
 
-@pytest.mark.parametrize("row", RATES.strip().splitlines())
+@pytest.mark.parametrize("row", RATES.splitlines())
 def test_learning_rates_equal_llmc(row: str):
     """llm.c's constant rate has no warm-up."""
     decay, *rates = row.split()
@@ -86,7 +86,7 @@ def test_learning_rates_equal_llmc(row: str):
     assert found == pytest.approx([*map(float, rates)])
 
 
-COMMANDS = """
+COMMANDS = """\
 -e gpt2:d48: model.preset=gpt2-1558m
 -e gpt3:c2048 -t 2048: model.preset=gpt3-1.3b model.seq_len=2048
 -e d6: model.n_layer=6 model.n_head=6 model.d_model=384
@@ -98,7 +98,7 @@ mpirun -np 8 ./train_gpt2cu -e d12 -b 4: budget.batch_tokens=32768 evaluate.toke
 """
 
 
-@pytest.mark.parametrize("row", COMMANDS.strip().splitlines())
+@pytest.mark.parametrize("row", COMMANDS.splitlines())
 def test_other_commands(row: str):
     words, _, expected = row.replace("\\n", "\n").rpartition(": ")
     values = flatten(translate_llmc(words).resolve([]).config)
@@ -107,7 +107,7 @@ def test_other_commands(row: str):
         assert str(values[key]) == value
 
 
-REFUSED = """
+REFUSED = """\
 -e d12 -bs 4
 -e d12 -b x
 -e d13
@@ -124,7 +124,7 @@ def test_refused_commands(tmp_path: Path):
     shards = f"-e d12 -i {tmp_path}/fw_train_*.bin -j {tmp_path}/fw_val_*.bin"
     for name in ("fw_train_1.bin", "fw_val_0.bin", "fw_test_0.bin"):
         (tmp_path / name).touch()
-    for words in (*REFUSED.strip().splitlines(), shards):
+    for words in (*REFUSED.splitlines(), shards):
         with pytest.raises(ConfigError):
             translate_llmc(words)
     (tmp_path / "manifest.json").touch()
@@ -140,8 +140,8 @@ def test_train_from_llmcs_files(tmp_path: Path, ask: Ask):
     """Train from llm.c's shards, checkpoint and flags, and export to llm.c again."""
     ids = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
     (tmp_path / "data").mkdir()
-    write_external(tmp_path / "data" / "b_train_0.bin", ids)
-    write_external(tmp_path / "data" / "b_val_0.bin", ids[:500])
+    write_external(tmp_path / "data/b_train_0.bin", ids)
+    write_external(tmp_path / "data/b_val_0.bin", ids[:500])
     name = save_llmc(tmp_path / "first", draw_model())
     flags = f"-i {tmp_path}/data/b_train_*.bin -j {tmp_path}/data/b_val_*.bin -e {name}"
     flags += f" -o {tmp_path}/run -b 4 -t 24 -d 192 -x 3 -u 1 -l 0.001 -v 2 -m 2 -s 0 -z 1"

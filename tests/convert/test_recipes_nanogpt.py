@@ -109,7 +109,7 @@ def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int)
         assert schedule.lr(step) == pytest.approx(expected, rel=1e-9)
 
 
-REFUSED = """
+REFUSED = """\
 batch_sizes = 4
 n_layer = open('x')
 n_layer = __import__('os').system('false')
@@ -125,7 +125,7 @@ lr_decay_iters = 9
 
 def test_refused_settings_and_commands(tmp_path: Path):
     path = tmp_path / "c.py"
-    for text in REFUSED.strip().splitlines():
+    for text in REFUSED.splitlines():
         path.write_text(f"# comment\n{text}")
         with pytest.raises(ConfigError):
             translate_nanogpt(f"{path} --bias=True")
@@ -147,7 +147,7 @@ def test_words_around_the_file(config: Path):
     folder = config.parent
     for name in ("data/shakespeare", "config", "checkpoints"):
         (folder / name).mkdir(parents=True)
-    path = folder / "config" / "c.py"
+    path = folder / "config/c.py"
     path.write_text("dataset = 'shakespeare'\ndecay_lr = False")
     run = translate_nanogpt(str(path)).resolve([]).config
     assert run.data.path == f"{folder}/data/shakespeare"
