@@ -39,11 +39,14 @@ def test_every_extra_for_users_is_checked(monkeypatch: pytest.MonkeyPatch):
     assert '".[a,c]"' in doctor.check_extras(HERE).remedy
 
 
-def test_a_failed_check_sets_the_exit_code(
+def test_errors_are_findings_and_set_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call
 ):
-    monkeypatch.setattr(doctor, "CHECKS", {"disk": lambda _: 1 / 0})
-    assert call(f"doctor {tmp_path}")[0] == ExitCode.CONFIG
+    monkeypatch.setenv("MEGATOKEN_INSTRUCTION_SET", "sse9")
+    for check, word in ((doctor.check_device, "sse9"), (lambda _: 1 / 0, "zero")):
+        monkeypatch.setattr(doctor, "CHECKS", {"one": check})
+        code, printed, _ = call(f"doctor {tmp_path}")
+        assert (code, word in printed) == (ExitCode.CONFIG, True)
 
 
 def test_too_small_a_disk_is_lacking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -55,9 +58,3 @@ def test_too_small_a_disk_is_lacking(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path):
     tmp_path.chmod(0o500)
     assert doctor.check_disk(tmp_path)[0] == "bad"
-
-
-def test_our_own_errors_are_findings(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MEGATOKEN_INSTRUCTION_SET", "sse9")
-    finding = doctor.run_check(doctor.check_device, HERE)
-    assert (finding.state, "sse9" in finding.found) == ("bad", True)

@@ -46,7 +46,7 @@ def test_files_of_other_programs(tmp_path: Path, ask: Ask):
 def test_sizes_are_read_without_weights(tmp_path: Path):
     (tmp_path / "hf").mkdir()
     write_hf(tmp_path / "hf", draw_model(), byte_tokenizer(), "fp32")
-    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf/model.safetensors").unlink()
     weights = save_run(tmp_path / "run", draw_model()) / "model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
     for name in ("hf", "run"):
@@ -64,4 +64,4 @@ def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, ask: Ask):
     assert list_tensors(tmp_path / "own.yaml", ask) == {
         name: value for name, value in expected.items() if not name.startswith("blocks.1.")
     }
-    assert main(["describe", str(checkpoint), "--tensors", "model.n_layer=3"]) == ExitCode.CONFIG
+    assert main(f"describe {checkpoint} --tensors model.n_layer=3".split()) == ExitCode.CONFIG

@@ -23,7 +23,7 @@ TINY = "model.n_layer=1 model.n_head=2 model.d_model=16 machine.micro_batch=4"
 @pytest.fixture
 def text(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return tiny Shakespeare, and let GPT-2's vocabulary be found without a download."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(real_data / "tiktoken"))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", f"{real_data}/tiktoken")
     return real_data / "tinyshakespeare.txt"
 
 

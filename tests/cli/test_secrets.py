@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 
 from megatoken.base.errors import DataError, ExitCode
 from megatoken.base.redact import RedactedStream, redact
-from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.text.tokenizer import load_tokenizer
 from tests.cli.canaries import VARIABLES, find_canaries, list_commands, write_inputs
@@ -19,10 +19,7 @@ from tests.convert.models import draw_model
 
 @pytest.mark.fault(53)
 def test_no_secret_is_in_any_output_or_file(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    one_thread: None,
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
@@ -32,8 +29,9 @@ def test_no_secret_is_in_any_output_or_file(
     outputs, codes = [], []
     for command in list_commands():
         monkeypatch.setattr(sys, "argv", ["megatoken", *command])
-        codes.append(main(command))
-        outputs.append("".join(capsys.readouterr()))
+        code, *printed = call(shlex.join(command))
+        codes.append(code)
+        outputs.append("".join(printed))
     assert find_canaries(outputs, tmp_path) == []
     failed = {number: outputs[number] for number, code in enumerate(codes) if code != ExitCode.DONE}
     assert list(failed) == list(range(9, len(codes))), failed

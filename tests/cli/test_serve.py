@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sigterm_finishes_a_running_answer(model: Path, tmp_path: Path):
     log = tmp_path / "log"
     log.touch()
-    process = start_process(run_command, ["serve", str(model), "--port", "0"], log)
+    process = start_process(run_command, f"serve {model} --port 0".split(), log)
     try:
         wait_until(lambda: "\n" in log.read_text() or not process.is_alive())
         printed = log.read_text()
