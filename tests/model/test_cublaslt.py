@@ -20,10 +20,6 @@ DEVICE = "cuda" if HAS_CARD else "cpu"
 LIMIT = 8e-3  # relative L2 error; bf16 has 8 significant bits
 
 
-def draw_scaled(*shape: int, seed: int) -> Tensor:
-    return (draw(*shape, seed=seed) / shape[-1] ** 0.5).to(DEVICE, torch.bfloat16)
-
-
 @cublaslt.linear_gelu.register_kernel("cpu")
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     up = F.linear(x, weight, bias)
@@ -38,7 +34,10 @@ def gelu_gradient(dy: Tensor, weight: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rows", "width", "out"), [(24, 16, 40), (3001, 160, 640)])
 def test_values_and_gradients(rows: int, width: int, out: int):
     shapes = (rows, width), (out, width), (out,), (width, out), (width,), (rows, width)
-    *inputs, dy = (draw_scaled(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    *inputs, dy = (
+        (draw(*shape, seed=seed) / shape[-1] ** 0.5).to(DEVICE, torch.bfloat16)
+        for seed, shape in enumerate(shapes)
+    )
     found = differentiate(cublaslt.KERNELS.gelu_mlp, inputs, dy)
     expected = differentiate(
         lambda *x: F.linear(F.gelu(F.linear(*x[:3]), approximate="tanh"), *x[3:]),

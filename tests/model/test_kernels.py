@@ -25,7 +25,7 @@ from megatoken.model.native.selection import find_library
 from tests.tiny_model import TINY_GPT, TINY_LLAMA, assert_tree_logits, differentiate, draw
 
 ON_CPU = sorted(set(list_entries("attention")) - set(CUDA_ONLY))
-SIZES = """
+SIZES = """\
 1 1 1 1 8
 2 3 3 64 8
 1 2 2 65 16
@@ -46,7 +46,7 @@ def causal(
 
 
 @pytest.mark.parametrize("name", ["flash", "blocked"])
-@pytest.mark.parametrize("sizes", SIZES.strip().splitlines())
+@pytest.mark.parametrize("sizes", SIZES.splitlines())
 @pytest.mark.parametrize("window", [0, 1, 50, 70, 128, 500])
 def test_attention_equals_the_formula(name: str, sizes: str, window: int):
     B, H, K, T, D = map(int, sizes.split())

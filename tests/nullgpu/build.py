@@ -24,7 +24,9 @@ def build(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     objects = [compile_source(Path(__file__).parent / name, folder) for name in SOURCES]
     written = list_symbols("--defined-only", objects)
-    imported = list_symbols("-D --undefined-only", sorted(find_torch_libraries()))
+    imported = list_symbols(
+        "-D --undefined-only", sorted(Path(torch.__file__).parent.glob("lib/*.so"))
+    )
     imported |= list_triton_calls()
     stubs = folder / "stubs.cc"
     lines = [
@@ -35,7 +37,7 @@ def build(folder: Path) -> Path:
     stubs.write_text("\n".join(lines) + "\n")
     objects.append(compile_source(stubs, folder))
     library = folder / LIBRARY
-    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True)
+    subprocess.run(["g++", "-shared", *objects, "-o", library], check=True)
     (folder / "libcuda.so").unlink(missing_ok=True)
     (folder / "libcuda.so").symlink_to(LIBRARY)
     return library
@@ -45,7 +47,7 @@ def compile_source(source: Path, folder: Path) -> Path:
     """Compile a C++ file into an object in the folder."""
     target = folder / source.with_suffix(".o").name
     options = ["-O1", "-std=c++17", "-fPIC", f"-I{find_headers()}", "-c"]
-    subprocess.run(["g++", *options, str(source), "-o", str(target)], check=True)
+    subprocess.run(["g++", *options, source, "-o", target], check=True)
     return target
 
 
@@ -59,20 +61,15 @@ def find_headers() -> Path:
     raise FileNotFoundError("no CUDA headers: pip install nvidia-cuda-crt, or install the toolkit")
 
 
-def find_torch_libraries() -> list[Path]:
-    """Return the shared libraries of torch."""
-    return list((Path(torch.__file__).parent / "lib").glob("*.so"))
-
-
 def list_triton_calls() -> set[str]:
     """Return the driver calls in the C source that Triton compiles on first use."""
-    source = Path(triton.__file__).parent / "backends" / "nvidia" / "driver.c"
+    source = Path(triton.__file__).parent / "backends/nvidia/driver.c"
     return set(re.findall(r"\bcu[A-Z]\w+(?=\()", source.read_text()))
 
 
 def list_symbols(options: str, files: list[Path]) -> set[str]:
     """Return the symbols that nm lists, without their versions."""
-    command = ["nm", *options.split(), *map(str, files)]
+    command = ["nm", *options.split(), *files]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     names = (line.split()[-1] for line in output.splitlines() if line.strip())
     return {name.partition("@")[0] for name in names}

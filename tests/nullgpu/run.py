@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: list[str]) -> None:
-    folder = ROOT / "build" / "nullgpu"
+    folder = ROOT / "build/nullgpu"
     library = build(folder)
     environment = {
         "LD_PRELOAD": library,

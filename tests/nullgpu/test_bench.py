@@ -15,7 +15,7 @@ KILL_SECONDS = (5, 20, 30)  # during a set-up, a measurement, a later benchmark
 
 
 def test_killed_benchmarks_continue_and_leave_complete_records(tmp_path: Path):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", tmp_path]
     command += ["--only", ",".join(NAMES)]
     finished = set()
     for seconds in KILL_SECONDS:

@@ -44,7 +44,7 @@ def test_the_tuned_micro_batch_trains_in_the_planned_memory(gpu: Gpu, tmp_path: 
         "NULLGPU_CAPABILITY": CAPABILITIES[gpu.architecture],
         "NULLGPU_MULTIPROCESSORS": str(gpu.multiprocessors),
     }
-    command = [sys.executable, "-m", "tests.nullgpu.test_cards", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.nullgpu.test_cards", tmp_path]
     subprocess.run(command, env=os.environ | card, check=True)
     files = (tmp_path / "run" / f"{name}.json" for name in ("machine", "provenance"))
     machine, provenance = (json.loads(file.read_text()) for file in files)

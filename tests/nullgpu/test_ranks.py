@@ -18,7 +18,7 @@ from tests.nullgpu.test_step import LAYERS, build
 from tests.ranks import run_ranks
 from tests.tiny_run import TINY, read_losses, write_shards
 
-LAYOUTS = """
+LAYOUTS = """\
 machine.sharding=none
 machine.sharding=zero1
 machine.sharding=zero2
@@ -35,7 +35,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NULLGPU_COUNT", "2")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.strip().splitlines())
+@pytest.mark.parametrize("layout", LAYOUTS.splitlines())
 def test_two_ranks_train_and_resume(tmp_path: Path, layout: str):
     data = write_shards(tmp_path / "data")
     line = f"train {TINY} {data} machine.device=cuda {layout} --nproc 2 budget.steps=3"

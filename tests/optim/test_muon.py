@@ -116,13 +116,11 @@ def test_every_parameter_is_in_one_group(model_config: ModelConfig):
 def test_queries_keys_and_values_are_matrices_of_their_own():
     rows = list_hidden_matrices(muon_state(TINY_LLAMA).model)
     assert rows["blocks.0.attention.qkv.weight"] == [32, 16, 16]
-
-    def number(matrices: list[Tensor]) -> list[Tensor]:
-        assert [len(matrix) for matrix in matrices] == [2, 1, 1]
-        return [matrix + index for index, matrix in enumerate(matrices)]
-
-    (packed,) = WholeMatrices({"qkv": [2, 1, 1]}).map(number, [torch.zeros(4, 3)])
-    assert packed[:, 0].tolist() == [0, 0, 1, 2]
+    matrices = WholeMatrices({"qkv": [2, 1, 1]})
+    (packed,) = matrices.map(
+        lambda parts: [part + len(part) for part in parts], [torch.zeros(4, 3)]
+    )
+    assert packed[:, 0].tolist() == [2, 2, 1, 1]
 
 
 def test_the_other_groups_are_adamw():

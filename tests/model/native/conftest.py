@@ -22,7 +22,7 @@ from megatoken.model.native.selection import find_library
 
 AMX_TILES = "-march=cooperlake", "-DMEGATOKEN_EMULATE_AMX"  # the same source, tiles in plain C++
 BF16 = "-march=skylake-avx512", "-include", str(Path(__file__).with_name("emulated_bf16.h"))
-FOLDER = Path(__file__).parents[3] / "build" / "native"
+FOLDER = Path(__file__).parents[3] / "build/native"
 
 
 def find_emulation(instruction_set: str) -> tuple[str, ...]:
@@ -77,8 +77,7 @@ def native_library() -> Callable[[str], Library]:
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Return fp32, then bf16."""
-    dtype = request.param
-    return dtype
+    return request.param
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

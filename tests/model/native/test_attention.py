@@ -12,7 +12,7 @@ from megatoken.model.native.attention import native_attention
 from tests.tiny_model import draw, relative_error
 
 # B, T, H, K, D: blocks that are full and that are not, one token, groups of heads, widths of every kind.
-SHAPES = """
+SHAPES = """\
 1 1 1 1 16
 2 37 3 3 64
 1 129 4 2 80
@@ -52,7 +52,7 @@ def compute(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES.strip().splitlines())
+@pytest.mark.parametrize("shape", SHAPES.splitlines())
 def test_values_and_gradients_are_the_formulas(shape: str, dtype: torch.dtype):
     packed, dy, heads = draw_heads(shape, dtype)
     if heads[0] == 2:  # any strides: the head width is not contiguous

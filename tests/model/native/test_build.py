@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler
 
 
 def build(folder: Path, compiler: str) -> int:
-    command = [sys.executable, "-m", "megatoken.model.native.build", str(folder)]
+    command = [sys.executable, "-m", "megatoken.model.native.build", folder]
     return subprocess.run(command, env=given_environment() | {"CXX": compiler}).returncode
 
 
@@ -26,7 +26,7 @@ def build(folder: Path, compiler: str) -> int:
 def test_a_library_that_is_cut_short_is_named(share: float, tmp_path: Path):
     """The loader would end the process by a bus error."""
     path = tmp_path / library_name("portable")
-    command = [find_compiler(), "-shared", "-xc", "/dev/null", "-o", str(path)]
+    command = [find_compiler(), "-shared", "-xc", "/dev/null", "-o", path]
     subprocess.run(command, check=True)
     contents = path.read_bytes()
     path.write_bytes(contents[: int(len(contents) * share)])

@@ -9,7 +9,7 @@ from tests.tiny_model import draw
 
 pytestmark = pytest.mark.usefixtures("library")
 # Rows, width, outputs.
-SIZES = """
+SIZES = """\
 1 1 1
 1 768 70
 2 33 5
@@ -22,7 +22,7 @@ SIZES = """
 
 
 def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype):
-    for sizes in SIZES.strip().splitlines():
+    for sizes in SIZES.splitlines():
         rows, width, outputs = map(int, sizes.split())
         x, bias = draw(rows, width, dtype=dtype), draw(outputs, seed=2, dtype=dtype)
         weight = int8.round_to_int8(draw(outputs, width, seed=1))

@@ -48,7 +48,7 @@ def compile_driver(command: list[str], source: Path, program: Path) -> None:
     program.parent.mkdir(parents=True, exist_ok=True)
     command += ["-O0", "-g", "-pthread", "-fno-sanitize-recover=all"]
     draft = program.with_suffix(f".{os.getpid()}")
-    command += [f"-I{build.SOURCES}", str(source), "-o", str(draft)]
+    command += [f"-I{build.SOURCES}", source, "-o", draft]
     compiled = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in compiled.stderr:
         pytest.skip("the compiler has no sanitizers")
