@@ -88,7 +88,8 @@ class Chaos:
         self.rng = random.Random(seed)
         self.expected = set()  # exit codes that the last fault may cause
         self.disk.mkdir()
-        self.has_disk = disk and mount(self.disk)
+        mount = f"mount -t tmpfs -o size={DISK_BYTES} none {self.disk}".split()
+        self.has_disk = disk and not run_quietly(mount)
         self.log = None
 
     def start(self) -> None:
@@ -173,8 +174,13 @@ class Chaos:
         settings = (*self.words, *layout.words)
         train_on_ranks(nproc, clean, *settings, recipe=self.recipe, stop=last)
         results = [fingerprint(out) for out in (self.out, clean)]
+        # A stop leaves out evaluations and samples of its step.
         found, expected = (
-            {(r["kind"], r["step"]): r for r in result["rows"] if is_compared(r, last)}
+            {
+                (row["kind"], row["step"]): row
+                for row in result["rows"]
+                if row["kind"] == "train" or row["step"] < last
+            }
             for result in results
         )
         missing = [step for _, step in expected.keys() - found.keys()]
@@ -187,15 +193,6 @@ class Chaos:
             "rows_lost_on_a_full_disk": len(missing),
             "rows_lost_otherwise": sorted({*missing} - full),
         }
-
-
-def is_compared(row: dict[str, Any], last: int) -> bool:
-    """A stop leaves out evaluations and samples of its step."""
-    return row["kind"] == "train" or row["step"] < last
-
-
-def mount(folder: Path) -> bool:
-    return run_quietly(f"mount -t tmpfs -o size={DISK_BYTES} none {folder}".split()) == 0
 
 
 def wait_for_save(chaos: Chaos) -> None:
@@ -221,10 +218,10 @@ def kill_at_start(chaos: Chaos) -> None:
     chaos.kill()
 
 
-def kill_rank(chaos: Chaos) -> None:
-    """The launcher starts all again."""
+def lose_rank(chaos: Chaos, number: int) -> None:
+    """Send a signal to a rank; the launcher starts all again."""
     chaos.expected.add(ExitCode.PEER)
-    os.kill(chaos.rng.choice(chaos.ranks()), signal.SIGKILL)
+    os.kill(chaos.rng.choice(chaos.ranks()), number)
 
 
 def kill_launcher(chaos: Chaos, *, and_rank: bool = False) -> None:
@@ -265,11 +262,6 @@ def stop_at_start(chaos: Chaos) -> None:
     start_anew(chaos)
     chaos.process.send_signal(signal.SIGTERM)
     chaos.end(ExitCode.STOPPED, -signal.SIGTERM)
-
-
-def hang_rank(chaos: Chaos) -> None:
-    chaos.expected.add(ExitCode.PEER)
-    os.kill(chaos.rng.choice(chaos.ranks()), signal.SIGSTOP)
 
 
 def pause_all(chaos: Chaos) -> None:
@@ -366,7 +358,6 @@ def damage_file(chaos: Chaos) -> None:
         path.unlink()
 
 
-Fault = Callable[[Chaos], None]
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STOPS = {name: partial(stop, name=name) for name in SIGNALS}
 FAULTS = {
@@ -385,11 +376,11 @@ FAULTS = {
     "data missing at a start": missing_data,
 }
 OF_RANKS = {
-    "SIGKILL to a rank": kill_rank,
+    "SIGKILL to a rank": partial(lose_rank, number=signal.SIGKILL),
     "SIGKILL to the launcher": kill_launcher,
     "SIGKILL to launcher and lock owner": partial(kill_launcher, and_rank=True),
     "SIGTERM to a rank": stop_rank,
-    "a rank hangs": hang_rank,
+    "a rank hangs": partial(lose_rank, number=signal.SIGSTOP),
 }
 OF_DISKS = {
     "disk full in a save": full_disk,
@@ -421,7 +412,7 @@ def main() -> int:
     is_good = not problem and answer["same_weights_and_moments"] and answer["same_rows"]
     is_good = is_good and not answer["rows_lost_otherwise"]
     if is_good:
-        run_quietly(["umount", str(chaos.disk)])
+        run_quietly(["umount", chaos.disk])
         shutil.rmtree(work)
     elif not problem:
         problem = f"see {work}"

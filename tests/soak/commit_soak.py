@@ -256,7 +256,7 @@ def soak(options: Namespace) -> dict[str, object]:
         return {
             **try_points(points, partial(try_point, templates=templates, work=work), options),
             "points_by_operation": Counter(point.scenario for point in points),
-            "power_loss": read_power_loss(logs["save"], str(work / "save-plain")),
+            "power_loss": read_power_loss(logs["save"], f"{work}/save-plain"),
         }
 
 

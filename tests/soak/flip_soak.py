@@ -50,7 +50,7 @@ def write_data(folder: Path) -> Path:
 
 
 def flip_bits(
-    folder: Path, flips: int, rng: random.Random, find: Callable[[Path, int], str]
+    folder: Path, flips: int, rng: random.Random, find: Callable[[Path], str]
 ) -> dict[str, int]:
     """Flip one random bit of a random file below a folder at a time, and restore it; count what `find` answers."""
     files = [path for path in list_files(folder) if path.name != INPUTS_NAME]
@@ -59,14 +59,12 @@ def flip_bits(
         path = rng.choice(files)
         bit = rng.randrange(path.stat().st_size * 8)
         flip_bit(path, bit)
-        try:
-            found[find(path, bit)] += 1
-        finally:
-            flip_bit(path, bit)
+        found[find(path)] += 1
+        flip_bit(path, bit)
     return {"flips": flips, **dict(sorted(found.items()))}
 
 
-def find_in_checkpoint(root: Path, path: Path, bit: int) -> str:
+def find_in_checkpoint(root: Path, path: Path) -> str:
     """Return "found" when the file is named and the checkpoint before is the one to use."""
     errors = []
     valid = find_newest(root, lambda folder, error: errors.append(str(error)))
@@ -74,7 +72,7 @@ def find_in_checkpoint(root: Path, path: Path, bit: int) -> str:
     return "found" if is_older and len(errors) == 1 and str(path) in errors[0] else "missed"
 
 
-def find_in_data(data: Path, path: Path, bit: int) -> str:
+def find_in_data(data: Path, path: Path) -> str:
     """Return "found" when the file is named; of the tokenizer its folder."""
     errors = [str(error) for error in verify_folder(data).errors]
     if path.parent.name == "tokenizer":

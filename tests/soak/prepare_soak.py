@@ -97,8 +97,8 @@ def try_point(folder: Path, point: Point) -> str:
 
 
 def prepare_small(folder: Path, scenario: str, out: Path) -> list[str]:
-    words = [sys.executable, "-P", "-c", SMALL_CHUNKS, str(folder / scenario), "--out", str(out)]
-    return [*words, *SCENARIOS[scenario].split()]
+    line = f"{folder}/{scenario} --out {out} {SCENARIOS[scenario]}"
+    return [sys.executable, "-P", "-c", SMALL_CHUNKS, *line.split()]
 
 
 def list_output_calls(calls: Iterable[tuple[str, int, str]], out: Path) -> list[tuple[str, int]]:

@@ -41,9 +41,6 @@ class Layout:
     nproc: int
     sharding: str
 
-    def __str__(self) -> str:
-        return f"{self.nproc} x {self.sharding}"
-
     @property
     def words(self) -> list[str]:
         line = f"machine.sharding={self.sharding}"
@@ -55,7 +52,7 @@ def write_recipe(folder: Path) -> Path:
     lines = (f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(20_000))
     text = "".join(lines).encode()
     write_shards(folder, text[:-10_000], text[-10_000:])
-    (folder / "tiny.yaml").write_text(RECIPE.replace("DATA", str(folder / "*.npy")))
+    (folder / "tiny.yaml").write_text(RECIPE.replace("DATA", f"{folder}/*.npy"))
     return folder / "tiny.yaml"
 
 
@@ -66,8 +63,8 @@ def run_quietly(words: Sequence[str], **options: Any) -> int:
 
 
 def command(recipe: Path, out: Path, layout: Layout, words: Sequence[str] = ()) -> list[str]:
-    program = [sys.executable, "-P", "-m", "megatoken", "train", str(recipe), "--out", str(out)]
-    return [*program, "--nproc", str(layout.nproc), *layout.words, *words]
+    line = f"-P -m megatoken train {recipe} --out {out} --nproc {layout.nproc}"
+    return [sys.executable, *line.split(), *layout.words, *words]
 
 
 def start_session(
