@@ -42,8 +42,8 @@ def newest_step(root: Path) -> tuple[int | None, list[str]]:
 
 
 def test_commit_writes_every_file_and_its_hash(tmp_path: Path):
-    folder = commit_small(tmp_path / "run" / "checkpoints", 7)
-    assert folder == tmp_path / "run" / "checkpoints" / "step-00000007"
+    folder = commit_small(tmp_path / "run/checkpoints", 7)
+    assert folder == tmp_path / "run/checkpoints/step-00000007"
     assert list_names(folder.parent) == ["step-00000007"]
     written = json.loads((folder / "manifest.json").read_text())
     assert written.pop("xxh3")
@@ -124,7 +124,7 @@ def test_prune_keeps_an_older_checkpoint_when_the_newest_was_changed_after_it_wa
 
 def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path):
     commit_small(tmp_path, 1)
-    (tmp_path / ".tmp-step-00000002-ab" / "tokenizer").mkdir(parents=True)
+    (tmp_path / ".tmp-step-00000002-ab/tokenizer").mkdir(parents=True)
     for name in (".tmp-step-00000002-ab/tokenizer/x", ".tmp-file", "step-00000002"):
         (tmp_path / name).touch()
     for name in ("step-00000001", "nothing"):

@@ -15,11 +15,10 @@ import pytest
 from megatoken.base.console import format_quantity
 from megatoken.base.errors import ConfigError, DataError, ExitCode, StorageError
 from megatoken.base.system.address import is_address
-from megatoken.cli.main import main
 from megatoken.cli.verify import verify_folder
 from megatoken.data.dataset import load_dataset
 from megatoken.store.objects import ObjectStore
-from tests.conftest import Ask
+from tests.conftest import Ask, Call
 from tests.data.small_dataset import write_dataset, write_external
 
 SIZES = {"train": [300_000, 150_001], "val": [5_000]}  # 10, 5 and 1 blocks
@@ -73,7 +72,7 @@ def test_shards_are_fetched_once_and_read_as_local_ones(
     for found, expected in ((dataset.train, made.train), (dataset.val, made.val)):
         assert np.array_equal(found.read(0, len(found)), expected.read(0, len(expected)))
     assert dataset.fingerprint == made.fingerprint
-    assert dataset.path.is_relative_to(tmp_path / "cache" / "datasets")
+    assert dataset.path.is_relative_to(tmp_path / "cache/datasets")
     for name in store.list():
         if name.endswith(".bin"):
             store.remove(name)
@@ -91,7 +90,7 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
     (damaged,) = verify_folder(address).errors
     assert re.search(message, str(damaged))
     put(tmp_path / "made", address)
-    (cached,) = (tmp_path / "cache" / "datasets").iterdir()
+    (cached,) = (tmp_path / "cache/datasets").iterdir()
     kept = sum(512 * path.stat().st_blocks for path in cached.glob("*.bin"))
     missing = sum(1024 + 2 * tokens for split in SIZES.values() for tokens in split) - kept
     assert 0 < missing < 900_000
@@ -162,17 +161,12 @@ def test_a_full_disk_is_noticed_before(
 
 
 def test_prepare_verify_and_eval_at_an_address(
-    s3: str,
-    tmp_path: Path,
-    ask: Ask,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    s3: str, tmp_path: Path, ask: Ask, call: Call, monkeypatch: pytest.MonkeyPatch
 ):
     """After a store has failed, `prepare` continues; the manifest is uploaded last."""
     text, address = tmp_path / "text.txt", f"{s3}/data"
     text.write_text("To be, or not to be.\n\n" * 2000)
-    line = f"prepare {text} --tokenizer bytes --workers 1 --out"
-    arguments = [*line.split(), address]
+    line = f"prepare {text} --tokenizer bytes --workers 1 --out {address}"
     upload = ObjectStore.upload
 
     def fail(self: ObjectStore, path: Path, name: str, xxh3_128: str) -> None:
@@ -182,26 +176,25 @@ def test_prepare_verify_and_eval_at_an_address(
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", fail)
-        assert main(arguments) == ExitCode.STORAGE
+        assert call(line)[0] == ExitCode.STORAGE
     store = ObjectStore(address)
     assert {"manifest.json", "progress.json"} & store.list().keys() == {"progress.json"}
     with pytest.raises(DataError):
         load_dataset(address)
 
     for _ in range(2):  # the second time unchanged
-        assert main(arguments) == 0
+        assert call(line)[0] == 0
         names = {"manifest.json", "train_000000.bin"}
         assert {*names, "progress.json"} & store.list().keys() == names
-    capsys.readouterr()
     assert ask(f"verify {address}") == {"kind": "dataset", "checked": 2, "damaged": []}
     assert load_dataset(address).vocabulary.name == "bytes"
 
     flip(store, "val_000000.bin", 1030)
-    assert main(["verify", address]) == ExitCode.DATA
-    assert f"{address}/val_000000.bin" in capsys.readouterr().out
+    code, printed, _ = call(f"verify {address}")
+    assert (code, f"{address}/val_000000.bin" in printed) == (ExitCode.DATA, True)
     text.write_text("Other text.\n\n" * 2000)
     monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/other-cache")
-    assert main([*arguments, "--val-fraction", "0"]) == ExitCode.DATA
+    assert call(f"{line} --val-fraction 0")[0] == ExitCode.DATA
 
 
 def test_errors_are_one_line(s3: str):

@@ -3,7 +3,7 @@
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,6 @@ from tests.convert.models import begin_save
 from tests.flip import flip_bit
 from tests.processes import HANG_SECONDS, wait_until
 from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
-
-MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Lion(torch.optim.Optimizer):
@@ -252,7 +250,7 @@ def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path):
     one, two = (save(tiny_state(seed=seed), tmp_path / str(seed))[0] for seed in (1, 2))
     out = tmp_path / "out"
     consolidate(one, out, pytest.fail)
-    same = tmp_path / "2" / ".." / "1"
+    same = tmp_path / "2/../1"
     for source, target in ((two, out), (two.parent, two.parent), (tmp_path / "1", same)):
         with pytest.raises(StorageError):
             consolidate(source, target, pytest.fail)

@@ -85,12 +85,12 @@ def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: P
 
 @pytest.mark.parametrize("address", ["memory", "s3"], indirect=True)
 def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
-    run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
+    run, other = tmp_path / "run", tmp_path / "other-machine/run"
     assert fetch_run(run, address, pytest.fail) is None
     result = save_and_mirror(run, address, 10)
     assert (result["uploaded"], result["bytes"]) == (["step-00000010"], 5000 + len('{"a": 10}'))
     assert update_mirror(run, address, **KEEP)["uploaded"] == []
-    assert fetch_run(other, address, pytest.fail) == other / "checkpoints" / "step-00000010"
+    assert fetch_run(other, address, pytest.fail) == other / "checkpoints/step-00000010"
     for path in filter(Path.is_file, run.rglob("*")):
         assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
     assert fetch_run(other, address, pytest.fail) is None  # it has one
@@ -104,7 +104,7 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path):
 def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATOKEN_CACHE", f"{tmp_path}/cache")
     for step in (10, 20):
         save_and_mirror(tmp_path / "run", address, step, keep_last=2)
         with ThreadPoolExecutor(4) as threads:
@@ -163,7 +163,7 @@ def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str
 
     damage(20)
     folder = fetch_run(tmp_path / "new", address, warnings.append)
-    assert folder == tmp_path / "new" / "checkpoints" / "step-00000010"
+    assert folder == tmp_path / "new/checkpoints/step-00000010"
     (warning,) = warnings
     assert f"{address}/checkpoints/step-00000020/" in warning
     checked, errors = verify_mirror(store)

@@ -33,7 +33,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("megatoken.store.objects.RETRY_SECONDS", (0.0, 0.0, 0.0, 0.0, 0.0))
     # Blocks leave the memory at once.
     monkeypatch.setattr("megatoken.data.dataset.CACHE_TOKENS", 1 << 15)
-    return tmp_path / "cache" / "datasets"
+    return tmp_path / "cache/datasets"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_streamed_batches_are_the_local_ones(
     address: str, order: Any, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """From a cold, a tiny, a warm and a damaged cache, on 1, 2 and 4 ranks, from a faulty store."""
-    steps, made = [0, 1, 2, 40, 3], load_mixture(str(tmp_path / "made"))
+    steps, made = [0, 1, 2, 40, 3], load_mixture(f"{tmp_path}/made")
 
     def read(data: Any, n_ranks: int) -> np.ndarray:
         data.set_vocab_size(500)
@@ -124,9 +124,7 @@ def test_streamed_batches_are_the_local_ones(
 
 
 @pytest.mark.parametrize("address", ["memory"], indirect=True)
-def test_without_a_cache_or_a_store(
-    address: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_a_cache_or_a_store(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A full disk does not matter; what is missing or damaged at the address is named."""
     monkeypatch.chdir(tmp_path)
     Path("memory").mkdir()  # named like the protocol
@@ -171,7 +169,7 @@ def test_batches_and_validation_at_the_same_time(
     with ThreadPoolExecutor(2) as threads:
         batches = [threads.submit(loader.rows, step) for step in range(20)]
         held_out = [windows.rows(first, 5) for first in range(0, 150, 5)]
-    made = load_mixture(str(tmp_path / "made"))
+    made = load_mixture(f"{tmp_path}/made")
     expected = DataLoader(made.train, 60, 16, 5, order="spans")
     assert all(np.array_equal(b.result(), expected.rows(step)) for step, b in enumerate(batches))
     val = evaluation_windows(made.components[0].dataset.val, seq_len=60, limit_tokens=9000)
