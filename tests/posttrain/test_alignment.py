@@ -95,7 +95,7 @@ def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
     assert {*read_column(two, "mfu").values()} == {None}
     assert [row["prompts"] for row in read_rows(scored, "val")] == [1, 1]
     assert min(read_column(scored, "reward_std").values()) > 0
-    assert main(["export", str(two), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
+    assert main(f"export {two} --out {tmp_path}/hf".split()) == ExitCode.DONE
     assert not load_pretrained(tmp_path / "hf").model.config.value_head
 
 
@@ -107,7 +107,7 @@ def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: 
     with pytest.raises(ProcessException):
         train_on_two(base, killed, step=5)
     assert 0 < newest_step(out) < 5
-    reference = out / "reference" / "reference.safetensors"
+    reference = out / "reference/reference.safetensors"
     content = reference.read_bytes()
     reference.write_bytes(content[:-4] + b"flip")
     train_on_two(base, killed, ("grpo", once, killed[2]))
@@ -135,7 +135,7 @@ def test_a_lost_reference_is_made_again_or_missed(base: Path, tmp_path: Path):
     init, out = tmp_path / "base", tmp_path / "run"
     shutil.copytree(base, init)
     train(init, "dpo", out, stop=3)
-    reference = out / "reference" / "reference.safetensors"
+    reference = out / "reference/reference.safetensors"
     content = reference.read_bytes()
     reference.unlink()
     train(init, "dpo", out, stop=5)

@@ -1,8 +1,7 @@
 """Run a tiny model on one process or several, with a fault at a chosen rank and batch."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,21 +53,18 @@ class Job:
     code: int = ExitCode.DONE
 
 
-@contextmanager
-def inject(job: Job, rank: int) -> Iterator[None]:
+def inject(job: Job, rank: int, patch: pytest.MonkeyPatch) -> None:
     """Put the fault of a job into this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stragglers, "WINDOW", job.window)
-        if job.late:
-            # After every second step, at which only rank 0 would read.
-            false = property(lambda _: False, lambda *_: None)
-            patch.setattr(step_log.StepLog, "_reads_each_step", false, raising=False)
-            patch.setattr(step_log, "SYNC_SECONDS", 1e9)
-            patch.setattr(step_log, "MAX_READ_STEPS", 2 if rank == 0 else 1000)
-        skip_from_start(patch, job.skipped)
-        if rank == job.rank:
-            put_fault(job, patch)
-        yield
+    patch.setattr(stragglers, "WINDOW", job.window)
+    if job.late:
+        # After every second step, at which only rank 0 would read.
+        false = property(lambda _: False, lambda *_: None)
+        patch.setattr(step_log.StepLog, "_reads_each_step", false, raising=False)
+        patch.setattr(step_log, "SYNC_SECONDS", 1e9)
+        patch.setattr(step_log, "MAX_READ_STEPS", 2 if rank == 0 else 1000)
+    skip_from_start(patch, job.skipped)
+    if rank == job.rank:
+        put_fault(job, patch)
 
 
 def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +133,8 @@ def run_jobs(rank: int, jobs: Sequence[Job], data: str, folder: Path) -> list[st
         code, error = int(ExitCode.DONE), ""
         try:
             for stop in sorted({job.stop, 0}, reverse=True):
-                with inject(job, rank):
+                with pytest.MonkeyPatch.context() as patch:
+                    inject(job, rank, patch)
                     train(folder / job.name, data, SETTINGS, job.settings, stop=stop)
         except MegatokenError as raised:
             code, error = raised.code, str(raised)

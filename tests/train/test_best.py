@@ -10,7 +10,7 @@ from megatoken.base.errors import ExitCode
 from megatoken.store.commit import list_steps
 from megatoken.text.load_pretrained import load_pretrained
 from megatoken.train.objective import TextBatches
-from tests.tiny_run import fingerprint, read_column, read_events, train
+from tests.tiny_run import fingerprint, read_events, train
 
 # The run ends at 28, three validations after the best one at 16.
 LOSSES = {0: 5.5, 4: 4.0, 8: 3.0, 12: 3.1, 16: 2.9, 20: 2.95, 24: 2.9, 28: 3.4, 32: 3.5}
@@ -46,7 +46,7 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     assert (summary.code, summary.steps) == (ExitCode.DONE, END)
     assert list_steps(out / "checkpoints") == [16, END]
     assert (out / "best").readlink() == Path("checkpoints/step-00000016")
-    assert load_pretrained(str(out / "best")).source == str(out / "best")
+    assert load_pretrained(f"{out}/best").source == f"{out}/best"
     assert [event["step"] for event in read_events(out, "early stop")] == [END]
     assert train(out, settings).steps == END  # finished
     assert train(tmp_path / "target", settings, "evaluate.target_loss=3").steps == 8
@@ -76,9 +76,3 @@ def test_losses_that_are_not_finite_are_never_best(
     losses |= {0: float("nan"), 4: float("inf"), 8: float("nan")}
     assert train(tmp_path, settings).steps == 8
     assert not (tmp_path / "best").exists()
-
-
-def test_a_sample_before_the_first_step(data: str, tmp_path: Path):
-    train(tmp_path, data, "sample.every=2 sample.tokens=4 budget.steps=3 sample.at_start=true")
-    assert list(read_column(tmp_path, "text", "sample")) == [0, 2, 3]
-    assert (tmp_path / "samples" / "step-00000000.txt").stat().st_size > 1

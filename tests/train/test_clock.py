@@ -56,7 +56,7 @@ def test_a_resume_continues_at_the_time_of_its_checkpoint(data: str, tmp_path: P
 
     with pytest.raises(AssertionError):
         train(tmp_path, settings, callbacks=[fail])
-    saved = read_manifest(tmp_path / "checkpoints" / "step-00000005").meta["elapsed_seconds"]
+    saved = read_manifest(tmp_path / "checkpoints/step-00000005").meta["elapsed_seconds"]
     before = read_column(tmp_path, "elapsed_seconds")
     start = time.monotonic()
     train(tmp_path, settings)

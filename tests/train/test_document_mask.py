@@ -28,9 +28,9 @@ from tests.train.test_val_loss import SINGLE
 EOT, T = 96, 16  # of the tiny models
 
 
-def make_windows(n_rows: int = 8) -> np.ndarray:
+def make_windows() -> np.ndarray:
     """Windows of T + 1 tokens with documents of any length, some of which begin at the edges."""
-    rows = np.random.default_rng(0).integers(0, EOT, (n_rows, T + 1))
+    rows = np.random.default_rng(0).integers(0, EOT, (8, T + 1))
     rows[np.random.default_rng(1).random(rows.shape) < 0.15] = EOT
     rows[0], rows[1, 0], rows[2, [-1, -2]], rows[3, 5:7] = rows[0] % EOT, EOT, EOT, EOT
     return rows.astype(np.uint16)

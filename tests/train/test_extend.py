@@ -22,8 +22,8 @@ def settings(data: str) -> str:
     return f"{data} optim.lr=1e-3 optim.warmup=2steps {saving}"
 
 
-def train(*arguments: object) -> int:
-    return main(["train", *map(str, arguments)])
+def train(line: object) -> int:
+    return main(f"train {line}".split())
 
 
 def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
@@ -38,7 +38,7 @@ def test_a_run_resumes_by_its_folder_with_its_own_settings_and_their_origins(
     assert (out / "config.yaml").read_text() == config
     assert train(out) == 0
     # A new run has nothing to extend.
-    assert train(TINY, "--out", new, *settings.split(), "--extend", "4steps") == ExitCode.CONFIG
+    assert train(f"{TINY} --out {new} {settings} --extend 4steps") == ExitCode.CONFIG
     assert not new.exists()
 
 
@@ -49,7 +49,7 @@ def test_an_extended_cosine_rises_to_its_new_place(
     run = tmp_path / "run"
     tiny_run.train(run, settings, "optim.schedule=cosine budget.steps=8")
     old = read_column(run, "lr")
-    assert train(run, "--extend", "0.5dur") == 0
+    assert train(f"{run} --extend 0.5dur") == 0
     schedule = LRSchedule(
         decay="cosine", peak_lr=1e-3, min_lr_ratio=0.1, warmup=2, decay_length=None, total=12
     )
@@ -66,12 +66,12 @@ def test_an_extended_cosine_rises_to_its_new_place(
     with monkeypatch.context() as patch:
         patch.setattr("megatoken.train.setup.tune", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train(run, "--extend", "8steps")
+            train(f"{run} --extend 8steps")
     assert (read_config(run).budget.steps, newest_step(run)) == (20, 12)
     extended = resolve_run(run, run / "config.yaml")
     stopped = Trainer(extended, run, callbacks=[tiny_run.stop_at(14)]).fit()
     assert (stopped.code, newest_step(run)) == (ExitCode.STOPPED, 14)
-    assert train(run, "--extend", "8steps") == 0
+    assert train(f"{run} --extend 8steps") == 0
     assert newest_step(run) == 20
 
 
@@ -83,7 +83,7 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(settings: str, tmp_path: 
     tiny_run.train(long, wsd, "budget.tokens=2304")
     shutil.copytree(run, other)
     log = (run / "metrics.jsonl").read_bytes()
-    assert train(run, "--extend", "768tok") == 0
+    assert train(f"{run} --extend 768tok") == 0
     for key in ("lr", "loss"):
         assert read_column(run, key) == read_column(long, key)
     aside = run / "finished-step-00000008"
@@ -91,11 +91,11 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(settings: str, tmp_path: 
     assert list_steps(run / "checkpoints") == [3, 6, 9, 12]
     assert list_steps(aside / "checkpoints") == [6, 8]
     assert (aside / "metrics.jsonl").read_bytes() == log
-    assert main(["sample", str(aside), "to be", "--tokens", "2"]) == 0
-    assert main(["verify", str(run)]) == 0
+    assert main(f"sample {aside} to --tokens 2".split()) == 0
+    assert main(f"verify {run}".split()) == 0
     # Without a checkpoint before the decay the rate rises.
-    shutil.rmtree(other / "checkpoints" / "step-00000003")
-    assert train(other, "--extend", "4steps") == 0
+    shutil.rmtree(other / "checkpoints/step-00000003")
+    assert train(f"{other} --extend 4steps") == 0
     (event,) = read_events(other, "schedule changed")
     expected = {"lr_before": 3.25e-4, "lr_after": 1e-3, "lr_end": 3.25e-4}
     assert {key: event[key] for key in expected} == pytest.approx(expected)

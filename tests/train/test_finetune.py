@@ -61,7 +61,7 @@ def test_sizes_are_those_of_the_model_also_when_it_is_gone(base: Path, tmp_path:
     init, out = tmp_path / "base", tmp_path / "out"
     shutil.copytree(base, init)
     assert finetune(init, out, "own", stop=3).code == ExitCode.STOPPED
-    config = resolve(str(out / "config.yaml")).config
+    config = resolve(f"{out}/config.yaml").config
     assert (config.model.n_layer, config.model.d_model, config.model.seq_len) == (2, 32, 32)
     shutil.rmtree(init / "run")
     finetune(init, out, "own")

@@ -50,7 +50,7 @@ def tune(micro_batch: int, model_config: ModelConfig = TINY_GPT) -> KernelChoice
 
 # Where, settings of the machine, and some of the options. cuBLASLt needs a saved GELU, biases, and
 # weights in low precision.
-OPTIONS = """
+OPTIONS = """\
 cpu fp32 | | attention=flash,blocked block=torch loss=torch adamw=torch fp8=off
 cpu fp32 dropout | | attention=flash mixed=autocast
 cpu fp32 | compile=on | attention=flash block=torch loss=torch
@@ -83,7 +83,7 @@ def test_pick_needs_a_clear_margin():
     assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
 
 
-@pytest.mark.parametrize("line", OPTIONS.strip().splitlines())
+@pytest.mark.parametrize("line", OPTIONS.splitlines())
 def test_options_follow_device_model_and_settings(line: str, monkeypatch: pytest.MonkeyPatch):
     where, settings, expected = (part.split() for part in line.split("|"))
     kind, precision, *traits = where
@@ -221,7 +221,7 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
         monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / f"cache{stop}"))
         train(tmp_path / "run", settings, stop=stop, callbacks=[note])
         assert torch.get_num_threads() == 3
-    forms = json.loads((tmp_path / "run" / "machine.json").read_text())["forms"]
+    forms = json.loads((tmp_path / "run/machine.json").read_text())["forms"]
     expected = {1 if forms["kernels"]["block"] == "native" else 2}
     assert in_steps == expected == {forms["threads"]}
     if threads:

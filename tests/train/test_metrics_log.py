@@ -31,10 +31,10 @@ def hold(folder: Path, owners: "Queue[str]") -> None:
 
 
 def test_row_format(tmp_path: Path):
-    with MetricsLogger.open(tmp_path / "deep" / "run") as log:
+    with MetricsLogger.open(tmp_path / "deep/run") as log:
         log.write("train", 1, 4096, loss=0.1 + 0.2, grad_norm=numpy.float32(0.5), lr=6e-05)
         log.write("sample", 1, 4096, text="naïve\nline\u2028\udc80", ids=numpy.arange(3))
-    assert (tmp_path / "deep" / "run" / "metrics.jsonl").read_bytes() == (
+    assert (tmp_path / "deep/run/metrics.jsonl").read_bytes() == (
         b'{"kind": "train", "step": 1, "tokens": 4096, "loss": 0.30000000000000004, "grad_norm": 0.5, "lr": 6e-05}\n'
         b'{"kind": "sample", "step": 1, "tokens": 4096, "text": "na\\u00efve\\nline\\u2028\\udc80", '
         b'"ids": [0, 1, 2]}\n'
@@ -103,7 +103,7 @@ def test_partial_write_is_removed(tmp_path: Path):
         "print(log.lost_rows)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
     )
     steps = [row["step"] for row in read_metrics(tmp_path)]
     assert len(steps) + int(done.stdout) == 41

@@ -44,7 +44,7 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(folder: Path, tmp
     rows = read_rows(tmp_path / "run", "val")
     assert [row["step"] for row in rows] == [0, 6, 12]
     for row in rows:
-        letters, digits = (row["sources"][str(folder / name)] for name in ("letters", "digits"))
+        letters, digits = (row["sources"][f"{folder}/{name}"] for name in ("letters", "digits"))
         for key in ("loss", "bits_per_byte"):
             assert row[key] == pytest.approx(0.75 * letters[key] + 0.25 * digits[key])
         assert row["target_tokens"] == letters["target_tokens"] + digits["target_tokens"] == 512
@@ -58,7 +58,7 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path):
     # The last two: what the error recommends, and the tokenizer's file, which has another name.
     file = f"{bpe}/tokenizer/tokenizer.json"
     for name, tokenizer in (("bytes", "bytes"), ("bpe", "bpe:300"), ("same", bpe), ("named", file)):
-        prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=str(tokenizer))
+        prepare(f"{tmp_path}/a.txt", tmp_path / name, tokenizer=str(tokenizer))
     assert len(load_mixture(f"{bpe}:1,{tmp_path}/same:1,{tmp_path}/named:1").components) == 3
     one, other = load_mixture(f"{bpe}:0.5"), load_mixture(str(bpe))
     assert (one.fingerprint, str(one)) == (other.fingerprint, str(other))
@@ -101,9 +101,9 @@ def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp
 
 
 def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path):
-    command = ["train", str(TINY), "--overfit-batch", "--out", str(tmp_path / "run")]
-    settings = f"data.path={folder / 'letters'} budget.steps=60 budget.batch_tokens=64"
-    assert main([*command, *settings.split()]) == ExitCode.DONE
+    settings = f"data.path={folder}/letters budget.steps=60 budget.batch_tokens=64"
+    line = f"train {TINY} --overfit-batch --out {tmp_path}/run {settings}"
+    assert main(line.split()) == ExitCode.DONE
     assert read_losses(tmp_path / "run")[-1] < read_losses(tmp_path / "run", "val")[-1] - 0.3
     tokens = load_dataset(folder / "letters", external_tokenizer="bytes").train
     loader = DataLoader(tokens, seq_len=16, batch_size=8, seed=1337, order="one-batch")

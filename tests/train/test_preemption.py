@@ -93,7 +93,7 @@ def test_a_rank_leaves_the_second_signal_to_its_launcher(
     now: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A copy of the first signal may be handled only after a long call."""
-    monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(tmp_path / "rank-0"))
+    monkeypatch.setenv("MEGATOKEN_HEARTBEAT", f"{tmp_path}/rank-0")
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     with PreemptionHandler() as handler:
         for _ in range(2):

@@ -62,7 +62,7 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
         train(tmp_path, data)
     steps = [2] if sharding == "none" else []
     assert [*read_column(tmp_path, "step", "save")] == list_steps(tmp_path / "checkpoints") == steps
-    assert not steps or verify(tmp_path / "checkpoints" / "step-00000002").step == 2
+    assert not steps or verify(tmp_path / "checkpoints/step-00000002").step == 2
 
 
 # Damaged checkpoints: node and step. The last case has none that is whole everywhere.
@@ -107,7 +107,7 @@ def test_damage_that_one_node_reads_makes_all_fall_back_together(data: str, tmp_
 def test_nodes_divide_the_files_of_a_folder_that_they_share(data: str, tmp_path: Path):
     settings = f"{data} budget.steps=4 save.every=1steps machine.sharding=zero3 evaluate.every=0"
     out, path = (
-        tmp_path / "shared" / "0",
+        tmp_path / "shared/0",
         "checkpoints/step-00000003/model-00001-of-00002.safetensors",
     )
     train_on_ranks(2, out, settings, stop=3)

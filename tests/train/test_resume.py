@@ -149,7 +149,7 @@ def test_rollouts_are_logged(folder: Path, name: str):
 
 
 def test_the_mask_changes_the_losses_and_the_compiler_does_not(folder: Path, tmp_path: Path):
-    losses = read_losses(folder / "whole" / "mask")
+    losses = read_losses(folder / "whole/mask")
     for name, setting in (
         ("unmasked", "data.document_mask=false"),
         ("compiled", "machine.compile=blocks"),

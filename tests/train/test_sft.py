@@ -13,8 +13,8 @@ import torch
 from megatoken.base.config.model_config import ModelConfig
 from megatoken.base.errors import CheckpointError, ExitCode, MegatokenError
 from megatoken.convert.export import export
+from megatoken.convert.hf.export import write_hf
 from megatoken.convert.hf.families import choose_family
-from megatoken.convert.hf.load import load_hf
 from megatoken.data.dataset import load_dataset
 from megatoken.model.gpt import GPT
 from megatoken.posttrain.chat_batches import make_batch
@@ -28,6 +28,7 @@ from megatoken.text.tokenizer import load_tokenizer
 from megatoken.train.state import build_state
 from megatoken.train.step import forward_backward
 from megatoken.train.train import Summary
+from tests.convert.models import TEMPLATE, draw_chat_model
 from tests.tiny_model import CPU, TINY_LLAMA, TINY_MODERN, tiny_config, tiny_step_config
 from tests.tiny_run import MACHINE, read_column, read_losses, train, write_shards
 
@@ -77,7 +78,7 @@ def test_a_model_learns_to_answer(base: Path, tmp_path: Path):
     assert losses[-1] < 0.6 * losses[0]
     n_trained = sum(open_rows(load_dataset(base / "chats"), "val").labels & 1)
     assert read_column(tuned, "target_tokens", "val")[8] == n_trained
-    assert "user: Hello.\nassistant: " in (tuned / "samples" / "step-00000008.txt").read_text()
+    assert "user: Hello.\nassistant: " in (tuned / "samples/step-00000008.txt").read_text()
     loaded = load_pretrained(tuned)
     assert (loaded.model.config.vocab_size, find_template(loaded.tokenizer).name) == (259, "chatml")
 
@@ -85,20 +86,9 @@ def test_a_model_learns_to_answer(base: Path, tmp_path: Path):
 def test_loss_and_gradients_are_those_of_transformers(base: Path, tmp_path: Path):
     """Conversations of a row are given to transformers one by one."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=259,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    reference = transformers.LlamaForCausalLM(config)
-    reference.save_pretrained(tmp_path)
-    model, _ = load_hf(str(tmp_path))
+    model = draw_chat_model(CONTEXT)
+    write_hf(tmp_path, model, TEMPLATE.tokenizer, "fp32")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     rows = open_rows(load_dataset(base / "chats"), "train")
     ids, labels = rows.read(np.arange(len(rows) - 6, len(rows)))
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -144,7 +134,7 @@ def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int):
 def test_what_is_refused(base: Path, tmp_path: Path):
     tokenizer = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat " * 20]))
     other = tmp_path / "chats"  # of another tokenizer
-    prepare_chats(find_source(str(base / "chats.jsonl")), other, tokenizer, seq_len=CONTEXT)
+    prepare_chats(find_source(f"{base}/chats.jsonl"), other, tokenizer, seq_len=CONTEXT)
     for setting in (
         f"data.path={base / 'text'}",
         f"data.path={other}",

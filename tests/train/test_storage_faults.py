@@ -125,7 +125,7 @@ def test_a_small_a_full_and_a_read_only_disk_are_refused(
     settings: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """In 4 MB the tensors alone would fit."""
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("may not mount a disk here")
     try:
@@ -140,14 +140,14 @@ def test_a_small_a_full_and_a_read_only_disk_are_refused(
         with pytest.raises(StorageError):
             train(tmp_path / "run", settings)
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def train_by_command(rank: int, settings: str, outs: list[Path]) -> None:
     """Run `megatoken train` as a foreign launcher does."""
     for out in outs:
         with open(f"{out}.{rank}", "w") as errors, contextlib.redirect_stderr(errors):
-            code = main(["train", str(TINY), *settings.split(), "--out", str(out)])
+            code = main(f"train {TINY} {settings} --out {out}".split())
             errors.write(f"{code}\n")
 
 

@@ -13,7 +13,7 @@ from tests.tiny_run import read_rows, train
 def test_mfu_is_model_flops_over_peak(data: str, tmp_path: Path):
     train(tmp_path, data)
     peak = read_object(tmp_path / "provenance.json")["peak_flops"]
-    config = load_config(str(tmp_path / "config.yaml"))
+    config = load_config(f"{tmp_path}/config.yaml")
     for row in read_rows(tmp_path, "train"):
         rate = row["tokens_per_second"]
         assert rate == pytest.approx(config.budget.batch_tokens / row["seconds"])

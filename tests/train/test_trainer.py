@@ -184,7 +184,7 @@ def test_attention_without_masks_is_refused_before_the_first_step(
     monkeypatch.setitem(REGISTERED, "attention", {"test-causal": causal})
     with pytest.raises(ConfigError):
         fit(build_config(data, "sample.every=1 machine.attention=test-causal"), tmp_path / "run")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 @pytest.mark.long
