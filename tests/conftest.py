@@ -23,7 +23,6 @@ import torch
 
 if TYPE_CHECKING:
     from megatoken.base.system.device import Device
-    from tests.cli.browser import Browser
 
 if not torch.cuda.is_available():
     # Before Triton is loaded: run its kernels on the CPU, slowly.
@@ -39,7 +38,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"skipped: {'; '.join(counts)}")
 
 
-REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
+REAL_DATA = Path(__file__).parents[2] / "shared/data"
 
 
 @pytest.fixture(scope="session")
@@ -103,21 +102,6 @@ def device(request: pytest.FixtureRequest) -> "Device":
     return replace(CPU, precision=request.param)
 
 
-Ask = Callable[[str], Any]
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Return a function that runs `megatoken LINE --json` and returns its result."""
-    from megatoken.cli.main import main  # after TRITON_INTERPRET
-
-    def run(line: str) -> Any:
-        assert main([*shlex.split(line), "--json"]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    return run
-
-
 Call = Callable[[str], tuple[int, str, str]]
 
 
@@ -132,13 +116,16 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator["Browser"]:
-    """Return a page of Chromium; skip without it."""
-    from tests.cli.browser import Browser, find_browser
+Ask = Callable[[str], Any]
 
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium on this machine")
-    with Browser(program) as opened:
-        yield opened
+
+@pytest.fixture
+def ask(call: Call) -> Ask:
+    """Return a function that runs `megatoken LINE --json` and returns its result."""
+
+    def run(line: str) -> Any:
+        code, printed, error = call(f"{line} --json")
+        assert code == 0, error
+        return json.loads(printed.splitlines()[-1])
+
+    return run

@@ -16,11 +16,11 @@ import megatoken
 from megatoken.base.errors import ConfigError
 from megatoken.cli import COMMANDS
 from megatoken.cli.arguments import parse
-from megatoken.cli.main import main
+from tests.conftest import Call
 from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "megatoken"
+PACKAGE = ROOT / "src/megatoken"
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -39,11 +39,6 @@ TEXT = (
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n"
     * 200
 )
-
-
-def read_python(page: Path) -> str:
-    """Return the Python blocks of a page as one program, without those marked `no-run`."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
 
 
 def run(program: str, folder: Path) -> str:
@@ -76,9 +71,12 @@ def run_program(program: str, folder: Path) -> None:
 
 @pytest.mark.long
 def test_python_page(tmp_path: Path):
-    output = run(read_python(ROOT / "docs" / "python.md"), tmp_path)
+    """Its blocks are one program, without those marked `no-run`."""
+    page = (ROOT / "docs/python.md").read_text()
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S))
+    output = run(program, tmp_path)
     assert "4 " in output  # the summary's steps
-    assert (tmp_path / "run-sgd" / "metrics.jsonl").is_file()
+    assert (tmp_path / "run-sgd/metrics.jsonl").is_file()
 
 
 @pytest.mark.long
@@ -143,12 +141,11 @@ def read_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_plan_on_page_has_the_printed_numbers(capsys: pytest.CaptureFixture[str]):
-    page = (ROOT / "docs" / "plan.md").read_text()
+def test_plan_on_page_has_the_printed_numbers(call: Call):
+    page = (ROOT / "docs/plan.md").read_text()
     shown = re.search(r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", page, re.M)
-    assert main(shown[1].split()) == 0
-    numbers = re.findall(r"\d[\d.,]*", shown[2])
-    assert re.findall(r"\d[\d.,]*", capsys.readouterr().out)[: len(numbers)] == numbers
+    printed, expected = (re.findall(r"\d[\d.,]*", text) for text in (call(shown[1])[1], shown[2]))
+    assert printed[: len(expected)] == expected
 
 
 def test_public_names_are_those_that_a_type_checker_sees():

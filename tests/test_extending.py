@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from megatoken.base.errors import CheckpointError, ConfigError
 from megatoken.base.rooms import REGISTERED
 from megatoken.base.system.environment import IMPORT
-from megatoken.cli.main import main
 from megatoken.model.flops import count_padded_parameters, flops_per_token
 from megatoken.model.gpt import GPT, Linear
 from megatoken.model.loss import label_smoothing, sum_terms, z_loss
 from megatoken.store.pretrained import load_weights
+from tests.conftest import Call
 from tests.tiny_model import TINY_GPT
 from tests.tiny_run import TINY, assert_equal_tensors, read_column, read_losses, tiny_run, train
 
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()
 MODULES = {
     re.search(r'ENTRIES = .*?"(\w+):', block, re.S)[1]: block  # type: ignore[index]
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -43,31 +43,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def modules(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def modules(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> str:
     """Prepare data in a new current folder, and return the names of the page's modules."""
     monkeypatch.setenv(IMPORT, "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
-    command = "prepare squares --tokenizer bytes --out data --import squares"
-    assert main(command.split()) == 0
+    assert call("prepare squares --tokenizer bytes --out data --import squares")[0] == 0
     return ",".join(MODULES)
 
 
 def test_a_run_of_every_example_resumes_samples_and_is_refused_without_them(
-    modules: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    modules: str, monkeypatch: pytest.MonkeyPatch, call: Call
 ):
     monkeypatch.setenv(IMPORT, modules)
-    settings = [*SETTINGS.split(), "data.path=data"]
-    assert main(["train", str(TINY), "--out", "whole", *settings, "log.sinks=losses"]) == 0
+    settings = f"{SETTINGS} data.path=data"
+    assert call(f"train {TINY} --out whole {settings} log.sinks=losses")[0] == 0
     whole, out = Path("whole"), Path("stopped")
     assert (whole / "losses.csv").read_text().endswith(f"12,{read_losses(whole)[-1]}\n")
-    train(out, *settings, stop=5)
-    train(out, *settings)
+    train(out, settings, stop=5)
+    train(out, settings)
     assert read_losses(out) == read_losses(whole)
     assert_equal_tensors(out, whole)
     assert read_column(out, "lr")[11] == pytest.approx(1e-2 * 0.1 ** ((10 - 5) / (12 - 5)))
-    assert main(["train", str(TINY), "--nproc", "2", "--out", "ranks", *settings]) == 0
+    assert call(f"train {TINY} --nproc 2 --out ranks {settings}")[0] == 0
     assert read_losses(Path("ranks")) == pytest.approx(read_losses(out), rel=1e-5)
     for step in (1, 7):
         row = {
@@ -78,41 +77,35 @@ def test_a_run_of_every_example_resumes_samples_and_is_refused_without_them(
             row["cross_entropy"] + 0.01 * row["z"] + 0.5 * row["second"] + 0.1 * row["smoothing"]
         )
         assert row["loss"] == pytest.approx(expected, rel=1e-6)
-    capsys.readouterr()
-    assert main(["sample", "whole", "1", "--tokens", "4", "--json"]) == 0
+    assert call("sample whole 1 --tokens 4 --json")[0] == 0
     Path("parity.jsonl").write_text('{"number": 3}\n{"number": 4}\n')
-    assert main(["eval", "whole", "--tasks", "parity", "--data", "parity.jsonl"]) == 0
-    assert main(["export", "whole", "--to", "hf", "--out", "exported"]) == 2
-    assert "no format has attention 'softcap'" in capsys.readouterr().err
+    assert call("eval whole --tasks parity --data parity.jsonl")[0] == 0
+    code, _, error = call("export whole --to hf --out exported")
+    assert (code, "no format has attention 'softcap'" in error) == (2, True)
     monkeypatch.setenv(IMPORT, "")
-    capsys.readouterr()
-    for command in (["sample", "whole", "1"], ["train", "whole"], ["plan", "whole"]):
-        assert main(command) in (2, 4)
-        assert f"add --import {','.join(sorted(MODULES))}" in capsys.readouterr().err
+    for command, expected in (("sample whole 1", 4), ("train whole", 2), ("plan whole", 2)):
+        code, _, error = call(command)
+        assert code == expected
+        assert f"add --import {','.join(sorted(MODULES))}" in error
     with pytest.raises(CheckpointError, match="dyt"):
         load_weights("whole")
 
 
-def test_rows_in_a_format_of_ones_own_are_prepared(
-    modules: str, capsys: pytest.CaptureFixture[str]
-):
+@pytest.mark.usefixtures("modules")
+def test_rows_in_a_format_of_ones_own_are_prepared(call: Call):
     rows = '{"dialog": [["user", "hi"], ["assistant", "yes"]]}\n' * 40
     Path("dialogs.jsonl").write_text(rows)
-    command = "prepare dialogs.jsonl --tokenizer bytes --context 64 --out chats --import dialog"
-    assert main(command.split()) == 0
-    assert "40 documents" in capsys.readouterr().out
+    line = "prepare dialogs.jsonl --tokenizer bytes --context 64 --out chats --import dialog"
+    code, printed, _ = call(line)
+    assert (code, "40 documents" in printed) == (0, True)
 
 
-def test_an_action_runs_and_an_observer_stops_the_run(
-    modules: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["train", str(TINY), "data.path=data", "optim.lr=0.1", "--import", "watch"]) in (
-        0,
-        75,
-    )
+@pytest.mark.usefixtures("modules")
+def test_an_action_runs_and_an_observer_stops_the_run(call: Call):
+    code, printed, _ = call(f"train {TINY} data.path=data optim.lr=0.1 --import watch")
+    assert (code in (0, 75), "tensor(" in printed) == (True, True)
     losses = read_losses(Path("runs/tiny"))
     assert len(losses) == 12 or losses[-1] < 1 < min(losses[:-1])
-    assert "tensor(" in capsys.readouterr().out
 
 
 def test_own_parts_are_counted_as_they_are_built(modules: str, monkeypatch: pytest.MonkeyPatch):
@@ -163,7 +156,7 @@ def test_terms_are_sums_over_the_tokens_with_a_target_for_any_chunk(
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("text", "message"),
     [
         (None, "no module 'wrong'"),
         ("ENTRIES = {'atention': {}}", "did you mean attention?"),
@@ -173,18 +166,13 @@ def test_terms_are_sums_over_the_tokens_with_a_target_for_any_chunk(
     ],
 )
 def test_a_wrong_module_is_one_line(
-    code: str | None,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ):
     monkeypatch.setenv(IMPORT, "")
     monkeypatch.chdir(tmp_path)
-    if code is not None:
-        name = f"wrong{abs(hash(code))}"
-        Path(f"{name}.py").write_text(code)
-    else:
-        name = "wrong"
-    assert main(["config", "quickstart", "--import", name]) == 2
-    assert message in capsys.readouterr().err
+    name = "wrong"
+    if text is not None:
+        name += str(abs(hash(text)))
+        Path(f"{name}.py").write_text(text)
+    code, _, error = call(f"config quickstart --import {name}")
+    assert (code, message in error) == (2, True)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-FAULTS = TESTS.parent / "docs" / "faults.md"
+FAULTS = TESTS.parent / "docs/faults.md"
 
 
 def marked_faults() -> set[int]:

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import shutil
 import struct
 import sys
@@ -37,7 +38,6 @@ from megatoken.base.system.machine import peak_resident_bytes
 from megatoken.base.system.metrics_log import read_metrics
 from megatoken.base.system.sealed_json import parse_sealed
 from megatoken.base.system.sealed_json import seal as seal_json
-from megatoken.cli.main import main
 from megatoken.convert.recipes import composer, nanogpt
 from megatoken.data import vocabulary
 from megatoken.data.dataset import load_dataset
@@ -55,6 +55,7 @@ from megatoken.store.run_folder import find_changes
 from megatoken.text.load_pretrained import load_pretrained
 from megatoken.text.prepare import prepare
 from megatoken.text.tokenizer import load_tokenizer, open_tokenizer
+from tests.conftest import Call
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset
 
@@ -117,7 +118,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     save_run(folder / "run", draw_model())
     (folder / "hf").mkdir()
-    (folder / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
+    (folder / "hf/config.json").write_text(json.dumps(HF_CONFIG))
     write_dataset(folder / "data", {"train": [100]})
     load_pretrained(folder / "run")
     load_dataset(folder / "data")
@@ -128,14 +129,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(tmp_path: Path, good: Path) -> Path:
     """Return a folder for hostile files, next to a folder that they try to reach."""
     (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret").write_text("secret")
-    return Path(shutil.copytree(good, tmp_path / "place"))
+    (tmp_path / "outside/secret").write_text("secret")
+    return shutil.copytree(good, tmp_path / "place")
 
 
 # --- pickles and junk in every file ---------------------------------------------------------------
 
 
-class Call:
+class Calls:
     """Unpickling it calls a function."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -148,8 +149,8 @@ class Call:
 def list_pickles(canary: Path) -> list[bytes]:
     """Return bytes that make `canary` when they are unpickled."""
     command = f"touch {canary}".encode()
-    system = Call(os.system, f"touch {canary}")
-    calls = system, Call(Path.touch, canary), Call(Path.write_text, canary, "")
+    system = Calls(os.system, f"touch {canary}")
+    calls = system, Calls(Path.touch, canary), Calls(Path.write_text, canary, "")
     stack_global = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c"
     return [
         *(pickle.dumps(call, 2) for call in calls),
@@ -161,10 +162,10 @@ def list_pickles(canary: Path) -> list[bytes]:
 
 def list_payloads(canary: Path) -> list[bytes]:
     """Return pickles, and bytes that read another file, take all memory, or break a parser."""
-    calls = Call(torch.load, str(canary.parent / "secret")), Call(bytearray, 2**34)
+    calls = Calls(torch.load, f"{canary.parent}/secret"), Calls(bytearray, 2**34)
     return [
         *list_pickles(canary),
-        *(pickle.dumps(call, 2) for call in calls),
+        *(pickle.dumps(value, 2) for value in (*calls, "gpt2", {"pat_str": "("})),
         b"Pcos\nsystem\n.",  # a persistent id
         b"\x80\x02\x82\x01.",  # an extension
         b"[" * 100_000,
@@ -264,10 +265,6 @@ def read_eval(path: Path) -> object:
     return read_examples(find_tasks("hellaswag"), path)
 
 
-def read_provenance(path: Path) -> object:
-    return find_changes(path.parent, resolve("quickstart"))
-
-
 def read_tokenizer(path: Path) -> object:
     return load_tokenizer(str(path))
 
@@ -296,12 +293,13 @@ READERS = {
         "data/manifest.json": read_dataset_of,
         "tokenizer.json": read_tokenizer,
         "bpe/vocab.json": read_vocabulary,
+        "nanochat/tokenizer.pkl": lambda path: load_tokenizer(str(path.parent)),
         "out/progress.json": read_progress,
         "hellaswag.jsonl": read_eval,
         "hellaswag.parquet": read_eval,
     },
     CONFIG: {
-        "new/provenance.json": read_provenance,
+        "new/provenance.json": lambda path: find_changes(path.parent, resolve("quickstart")),
         "recipe.yaml": read_recipe,
         "composer.yaml": composer.translate,
         "config.py": lambda path: nanogpt.translate(str(path)),
@@ -319,7 +317,7 @@ READERS = {
     ("code", "name"), [(code, name) for code in READERS for name in READERS[code]]
 )
 def test_no_file_runs_code(tmp_path: Path, place: Path, code: int | None, name: str):
-    path, canary = place / name, tmp_path / "outside" / "canary"
+    path, canary = place / name, tmp_path / "outside/canary"
     path.parent.mkdir(exist_ok=True)
     for payload in list_payloads(canary):
         for wrap in WRAPS.get(name, [plain]):
@@ -328,13 +326,13 @@ def test_no_file_runs_code(tmp_path: Path, place: Path, code: int | None, name: 
 
 
 def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path):
-    canary = tmp_path / "outside" / "canary"
+    canary = tmp_path / "outside/canary"
     for payload in list_pickles(canary):
         with pytest.raises(AssertionError):
             attack(tmp_path, {None}, partial(pickle.loads, payload))
         canary.unlink()
     with pytest.raises(AssertionError):
-        attack(tmp_path, {None}, (tmp_path / "outside" / "secret").read_text)
+        attack(tmp_path, {None}, (tmp_path / "outside/secret").read_text)
 
 
 # --- valid files with one hostile value -----------------------------------------------------------
@@ -346,10 +344,10 @@ HOSTILE = json.loads(r"""[
 ]""")
 
 
-def mutate(value: Any, rng: random.Random, count: int = MUTANTS) -> Iterator[Any]:
+def mutate(value: Any, rng: random.Random) -> Iterator[Any]:
     """Yield copies of a JSON value in which one node is replaced, removed or renamed."""
     paths = list(list_paths(value))
-    for _ in range(count):
+    for _ in range(MUTANTS):
         mutant = copy.deepcopy(value)
         *path, key = rng.choice(paths)
         parent = mutant
@@ -422,7 +420,7 @@ def mutate_checkpoint_manifest(place: Path, rng: random.Random) -> Iterator[Read
 
 
 def mutate_dataset_manifest(place: Path, rng: random.Random) -> Iterator[Read]:
-    path = place / "data" / "manifest.json"
+    path = place / "data/manifest.json"
     content = parse_sealed(path.read_bytes())
     del content["xxh3"]
     for mutant in mutate(content, rng):
@@ -432,7 +430,7 @@ def mutate_dataset_manifest(place: Path, rng: random.Random) -> Iterator[Read]:
 
 def mutate_npy(place: Path, rng: random.Random) -> Iterator[Read]:
     """Return mutations of a .npy file's header, a Python literal, in all of its versions."""
-    path = place / "npy" / "train.npy"
+    path = place / "npy/train.npy"
     path.parent.mkdir(exist_ok=True)
     texts = ["[x for x in ().__class__.__base__.__subclasses__()]", "(" * 9000, "\0", "{" * 999]
     header = {"descr": [["a", "<u2"], 1], "fortran_order": False, "shape": [100, 1]}
@@ -507,10 +505,10 @@ def test_no_recipe_runs_code(tmp_path: Path, place: Path, text: str):
 @pytest.mark.fault(29)
 def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
     folder = place / STEP
-    data = place / "data" / "manifest.json"
+    data = place / "data/manifest.json"
     rows = data.read_bytes().rpartition(b',\n"xxh3"')[0]
     files = dict(verify(folder).files)
-    path = tmp_path / "outside" / "secret"
+    path = tmp_path / "outside/secret"
     secret = FileEntry(6, hash_file(path))
     names = ["../../../../outside/secret", str(path), f"file://{path}", "..", ".", "", "secret\0"]
     names += ["a/../../../../../outside/secret", "~/secret", "..\\outside\\secret", "a\nb"]
@@ -522,7 +520,7 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
         body = rows.replace(b'"train_000000.bin"', json.dumps(name).encode())
         data.write_bytes(seal_json(body, bits=64))
         attack(tmp_path, {DATA}, lambda: load_dataset(data.parent))
-    index = place / "hf" / "model.safetensors.index.json"
+    index = place / "hf/model.safetensors.index.json"
     index.write_text('{"metadata": {}, "weight_map": {"wte.weight": "../../outside/secret"}}')
     attack(tmp_path, {CHECKPOINT}, lambda: load_folder(index))
 
@@ -531,7 +529,7 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path):
 def test_links_are_not_followed_out_of_a_checkpoint(tmp_path: Path, place: Path):
     targets = {"config.yaml": "secret", "tokenizer": ".", "link": "secret"}
     for name, target in (*targets.items(), ("model.safetensors", "secret")):
-        folder = Path(shutil.copytree(place / STEP, place / f"linked-{name}"))
+        folder = shutil.copytree(place / STEP, place / f"linked-{name}")
         if (folder / name).exists():
             (folder / name).rename(place / f"before-{name}")
         (folder / name).symlink_to(tmp_path / "outside" / target)
@@ -588,23 +586,21 @@ CONTAINED = ("~", "$HOME", "[/red]", "a\nb", "\x1b[2J", "caf\u00e9\u202e", "-x",
 
 
 @pytest.mark.fault(55)
-def test_hostile_names_and_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_hostile_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", f"{tmp_path}/home")
     Path("file").write_text("words")
-    commands = [["prepare", "file", "--tokenizer", "bytes"], ["train", "quickstart"]]
-    for arguments in (*commands, ["export", "x"], ["consolidate", "x"]):
+    command = "prepare file --tokenizer bytes"
+    for line in (command, "train quickstart", "export x", "consolidate x"):
         for path in REFUSED:
-            assert main([*arguments, f"--out={path}"]) in (CONFIG, DATA, CHECKPOINT, STORAGE)
-            text = capsys.readouterr().err
+            code, _, text = call(f"{line} --out={shlex.quote(path)}")
+            assert code in (CONFIG, DATA, CHECKPOINT, STORAGE)
             assert text.count("\n") == 1
             assert text[:-1].isprintable()
     assert [path.name for path in Path().iterdir()] == ["file"]
     for path in CONTAINED:
-        assert main([*commands[0], f"--out={path}"]) == 0, path
+        assert call(f"{command} --out={shlex.quote(path)}")[0] == 0, path
         assert (Path(path) / "manifest.json").is_file()
     assert len(list(Path().iterdir())) == len(CONTAINED) + 1
     assert [path.name for path in tmp_path.iterdir()] == ["work"]

@@ -20,7 +20,7 @@ from megatoken.base.system.machine import find_compiler
 from megatoken.model.native.build import INSTRUCTION_SETS, library_name
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "megatoken"
+SOURCE = ROOT / "src/megatoken"
 if find_spec("hatchling") is None:
     pytest.skip("hatchling, of the dev extra, is not installed", allow_module_level=True)
 
@@ -43,7 +43,7 @@ def build(kind: str, folder: Path, root: Path = ROOT, **variables: str) -> Path:
     """
     code = f"import sys, hatchling.build as backend; backend.build_{kind}(sys.argv[1])"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [sys.executable, "-c", code, str(folder)]
+    command = [sys.executable, "-c", code, folder]
     environment = {**os.environ, "PATH": path, **variables}
     subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
     (built,) = folder.iterdir()
@@ -101,7 +101,7 @@ def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path):
         archive.extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}/site"}
     for line, printed in (
         ("-m megatoken --version", f"megatoken {megatoken.__version__}"),
         ("-m megatoken quickstart --help", "usage: megatoken quickstart"),

@@ -50,9 +50,9 @@ def test_rooms_can_be_removed(tmp_path: Path):
     runs = []
     for name, rooms in cases.items():
         copy = copy_without(rooms, tmp_path / "copies" / name)
-        run = {"copy": str(copy), "out": str(tmp_path / name), "settings": [str(recipe), *settings]}
+        run = {"copy": str(copy), "out": f"{tmp_path}/{name}", "settings": [str(recipe), *settings]}
         runs += [{**run, "kill_at": KILLED_AT}, {**run, "kill_at": 0}]
-    command = [sys.executable, str(Path(__file__).with_name("without_rooms.py")), json.dumps(runs)]
+    command = [sys.executable, Path(__file__).with_name("without_rooms.py"), json.dumps(runs)]
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
     assert len(lines) == len(cases), process.stderr[-4000:]
