@@ -110,7 +110,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """Return a function that runs `megatoken LINE` and returns exit code, stdout and stderr."""
     from megatoken.cli.main import main  # after TRITON_INTERPRET
 
-    def run(line: str) -> tuple[int, str, str]:
+    def run(line):
         return main(shlex.split(line)), *capsys.readouterr()
 
     return run
@@ -123,7 +123,7 @@ Ask = Callable[[str], Any]
 def ask(call: Call) -> Ask:
     """Return a function that runs `megatoken LINE --json` and returns its result."""
 
-    def run(line: str) -> Any:
+    def run(line):
         code, printed, error = call(f"{line} --json")
         assert code == 0, error
         return json.loads(printed.splitlines()[-1])

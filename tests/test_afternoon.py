@@ -31,7 +31,7 @@ def test_three_ideas_are_raced_swept_resumed_and_used(
     penalty = "objective.terms=penalty=1e-4"
     ideas = f"machine.attention=softcap {penalty} optim.schedule=exponential"
 
-    def run(line: str) -> str:
+    def run(line):
         monkeypatch.setenv(IMPORT, "")
         code, *printed = call(line)
         assert code == 0

@@ -374,7 +374,7 @@ def list_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 def mutate_json(name: str, read: Callable[[Path], object]) -> Callable[..., Iterator[Read]]:
     """Return a mutator of a JSON file of the good folder."""
 
-    def run(place: Path, rng: random.Random) -> Iterator[Read]:
+    def run(place, rng):
         content = json.loads((place / name).read_text())
         for mutant in mutate(content, rng):
             (place / name).write_text(json.dumps(mutant))

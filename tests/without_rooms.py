@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 
 def train(copy: str, out: str, settings: list[str], kill_at: int) -> None:
@@ -29,7 +28,7 @@ def train(copy: str, out: str, settings: list[str], kill_at: int) -> None:
 
         peak.PEAK_SIZES["cpu"] = (64, 128)  # as in tests/ranks.py
 
-    def kill(row: dict[str, Any]) -> None:
+    def kill(row):
         if kill_at and (row["kind"], row["step"]) == ("train", kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
 

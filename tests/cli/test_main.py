@@ -198,7 +198,7 @@ def test_what_stdout_cannot_encode_is_replaced():
 
 
 def test_no_file_of_the_current_folder_is_imported(tmp_path: Path):
-    def run(*command: str) -> None:
+    def run(*command):
         subprocess.run(command, cwd=tmp_path, check=True)
         assert not (tmp_path / "canary").exists()
 

@@ -7,7 +7,6 @@ import signal
 import statistics
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def spread(median: float, low: float, high: float) -> dict[str, float]:
 def test_ratios_and_p_values_pair_the_seeds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(race_report, "read_model", lambda folder: (TINY_GPT, {}))
 
-    def make_row(seconds: float, *losses: list[float]) -> dict[str, Any]:
+    def make_row(seconds, *losses):
         curves = [make_curve(values, seconds) for values in losses]
         return describe("", curves, [3.0] * 3, [Path()])
 

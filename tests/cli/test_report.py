@@ -127,7 +127,7 @@ def serve_runs(folder: Path, host: str = "127.0.0.1") -> str:
     lines = queue.Queue[str]()
 
     class Listener(Console):
-        def print(self, text: str = "", style: str = "") -> None:
+        def print(self, text="", style=""):
             lines.put(text)
 
     address = {"host": host, "port": 0, "api_key": None}

@@ -49,7 +49,7 @@ def test_sigterm_finishes_a_running_answer(model: Path, tmp_path: Path):
 
 
 def test_sigint_ends_it_with_a_json_object(model: Path, ask: Ask):
-    def interrupt() -> None:
+    def interrupt():
         wait_until(lambda: signal.getsignal(signal.SIGINT) is not default)
         signal.raise_signal(signal.SIGINT)
 

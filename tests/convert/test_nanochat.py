@@ -103,10 +103,10 @@ def forward(state: dict[str, Tensor], ids: Tensor, version: str) -> Tensor:
     base, scale, largest_gate, window, channels, smeared = VERSIONS[version]
     distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
 
-    def norm(x: Tensor) -> Tensor:
+    def norm(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
-    def rotate(x: Tensor) -> Tensor:
+    def rotate(x):
         """Rotate each pair of channels by minus its angle."""
         pairs = torch.complex(x[:, :4], x[:, 4:])
         angles = torch.arange(len(x))[:, None] / base ** (torch.arange(4) / 4)

@@ -174,11 +174,11 @@ def nanogpt_logits(
 ) -> torch.Tensor:
     """Return the logits (T, vocab) of nanoGPT's model in plain PyTorch."""
 
-    def weights(module: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weights(module):
         name = f"transformer.{module}"
         return tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
 
-    def normalize(x: torch.Tensor, module: str) -> torch.Tensor:
+    def normalize(x, module):
         return F.layer_norm(x, x.shape[-1:], *weights(module))
 
     x = tensors[EMBEDDING][ids_T] + tensors["transformer.wpe.weight"][: len(ids_T)]

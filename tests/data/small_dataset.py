@@ -81,7 +81,7 @@ def stop_after(number: int) -> Callable[[Progress], None]:
     """Return a callback that interrupts a preparation like Ctrl-C after `count` chunks."""
     chunks_done = itertools.count(1)
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress):
         if progress.stage == "tokens" and next(chunks_done) == number:
             raise KeyboardInterrupt
 

@@ -64,7 +64,7 @@ def test_batch_holds_the_windows_it_names(corpus: Corpus):
 def test_any_rank_and_step_in_any_order(corpus: Corpus):
     """1,000 random (rank, world size, step) triples give the rows that reading in order gives."""
 
-    def load(rank: int = 0, size: int = 1) -> DataLoader:
+    def load(rank=0, size=1):
         options = {"batch_size": 12, "seed": 11, "dp_rank": rank, "dp_size": size}
         return DataLoader(corpus[0], seq_len=32, **options)
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +95,7 @@ def test_a_disk_that_fails_is_one_error(
     write_external(path, IDS)
     tokens = load_dataset(path).train
 
-    def fail(*_: Any) -> int:
+    def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
@@ -125,7 +124,7 @@ def test_only_shards_in_use_are_opened_once(tmp_path: Path, monkeypatch: pytest.
     ids = write_dataset(tmp_path, {"train": [50] * 300})["train"]
     tokens, open_file, opened = load_dataset(tmp_path).train, os.open, []
 
-    def record(path: Path, flags: int) -> int:
+    def record(path, flags):
         opened.append(path)
         return open_file(path, flags)
 
@@ -218,7 +217,7 @@ def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path):
 
 
 def test_external_int32_and_other_tokenizers(tmp_path: Path):
-    def load(*ids: int) -> Dataset:
+    def load(*ids):
         np.save(tmp_path / "train.npy", np.array(ids, dtype=np.int32))
         return load_dataset(tmp_path, external_tokenizer="bytes")
 

@@ -160,7 +160,7 @@ def test_limits_follow_what_was_measured(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watchdog = Watchdog(tmp_path, [0], 1)
 
-    def limit_after(phase: str, step: int, seconds: float) -> float:
+    def limit_after(phase, step, seconds):
         beats.beat(phase, step)
         watchdog.all_silent([0])
         now[0] += seconds
@@ -224,12 +224,12 @@ def test_a_collective_that_others_do_not_join_is_named(
     """All ranks wait in a collective: one of them in another one, or all for another machine."""
 
     class Process:
-        def __init__(self, rank: int) -> None:
+        def __init__(self, rank):
             self.file = stacks_file(watchdog.files[rank])
             self.stack = f'Current thread 0x{rank} (most recent call first):\n{TORCH}  File "a.py" in {ranks[rank]}\n'
             self.file.touch()
 
-        def send(self, number: int) -> None:
+        def send(self, number):
             assert number == signal.SIGQUIT
             self.file.write_text(self.stack)
 

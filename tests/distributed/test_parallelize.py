@@ -28,7 +28,6 @@ from megatoken.distributed.grad_reduce import fill_buckets
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims
 from megatoken.distributed.parallelize import local_slice
 from megatoken.distributed.sharded_matrices import assign_owners
-from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.inference.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.optim.muon import Muon, list_hidden_matrices
@@ -140,7 +139,7 @@ def map_matrices(state: TrainState, muon: Muon) -> list[list[int]]:
     full, slices = dict(init_weights(state.model, 7)), state.sharded.slices
     seen = []
 
-    def add_corners(matrices: list[Tensor]) -> list[Tensor]:
+    def add_corners(matrices):
         seen.extend(list(whole.shape) for whole in matrices)
         return [whole + whole[0, 0] + 2 * whole[-1, -1] for whole in matrices]
 
@@ -259,7 +258,7 @@ def reduce_masters(dims: ParallelDims, comm: Comm, folder: Path) -> list[int]:
     state.start_grad_reduction()
     sizes, reduce = [], dist.all_reduce
 
-    def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
+    def count(tensor, *args, **options):
         sizes.append(tensor.numel())
         return reduce(tensor, *args, **options)
 
@@ -432,7 +431,7 @@ def test_a_rank_opens_only_the_files_that_hold_its_slices(name: str, results: Re
     full = torch.load(results.folder / f"{name}.pt", weights_only=True)
     writers = {key: torch.empty(it.shape) for key, it in full.items()}
 
-    def cut(dims: ParallelDims) -> dict[str, TensorSlice]:
+    def cut(dims):
         config = FAMILIES[family_of(name)]
         return {key: local_slice(key, tuple(it.shape), config, dims) for key, it in full.items()}
 

@@ -39,7 +39,7 @@ def compile_badly(module: nn.Module, **_: object) -> None:
     """In place of `nn.Module.compile`: the forward works, the backward does not."""
     error = RuntimeError("no kernel for this card")
 
-    def call(*args: Any) -> Any:
+    def call(*args):
         result = module._call_impl(*args)
         if isinstance(result, tuple):  # the two terms of a block
             return FailingBackward.apply(result[0], error), result[1]

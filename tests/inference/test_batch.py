@@ -79,7 +79,7 @@ def test_sequences_join_and_leave_at_any_time(
     with BatchDecoder(model, rows=4, cache_tokens=cache_tokens) as decoder:
         decoder._is_fixed = fixed  # the steps that graphs capture on CUDA
 
-        def step() -> None:
+        def step():
             for token in decoder.step():
                 ids[token.key].append(token.id)
             assert decoder.cached_tokens <= decoder._bound

@@ -41,7 +41,7 @@ def test_second_turn_reuses_the_first(name: str):
     prompt = [3, 1, 4, 1, 5]
     with BatchDecoder(model, rows=2, cache_tokens=200) as decoder:
 
-        def decode(ids: list[int], cached: int) -> list[int]:
+        def decode(ids, cached):
             request = Request(ids, Sampling(6, temperature=0))
             decoder.add(1, request)
             tokens = finish(decoder)

@@ -38,7 +38,7 @@ TASKS = yaml.safe_load("""
 def make_row(kind: str, number: int) -> Row:
     rng = random.Random(f"{kind} {number}")
 
-    def text(low: int, high: int) -> str:
+    def text(low, high):
         return "".join(rng.choices("aabbcd .", k=rng.randint(low, high)))
 
     if kind == "multiple_choice":

@@ -146,7 +146,7 @@ def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.M
     """CUDA's cumsum of floats is not deterministic."""
     devices = []
 
-    def cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    def cumsum(x, dim):
         devices.append(x.device.type)
         return torch.cumsum(x, dim)
 
@@ -254,7 +254,7 @@ def test_text_is_the_decoded_ids_and_sample_i_is_the_one_of_seed_plus_i():
     tokenizer = load_tokenizer("bytes")
     model = build(replace(TINY, vocab_size=tokenizer.vocab_size))
 
-    def sample(prompt: list[int], seed: int = 4, tokens: int = 9) -> list[int]:
+    def sample(prompt, seed=4, tokens=9):
         sampling = Sampling(tokens, seed=seed, stop_ids=(tokenizer.eot,))
         return generate_ids(model, prompt, sampling)[0]
 

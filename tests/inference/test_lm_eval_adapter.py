@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,7 +119,7 @@ def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path):
     theirs = HFLM(pretrained=f"{tmp_path}/hf", device="cpu", batch_size=1, dtype="float32")
     ours = Adapter(model, BYTES, CPU, SINGLE)
 
-    def ask(adapter: Any, **settings: Any) -> list[str]:
+    def ask(adapter, **settings):
         rows = [Instance("generate_until", {}, (row["question"], settings), 0) for row in ROWS]
         return adapter.generate_until(rows)
 

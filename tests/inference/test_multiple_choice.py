@@ -98,7 +98,7 @@ def test_a_task_with_a_question_mark_may_lack_examples(tmp_path: Path):
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": "the word"}])
     warnings = []
 
-    def read(tasks: str) -> list[str]:
+    def read(tasks):
         config = TasksConfig(tasks=tasks, tasks_data=str(tmp_path))
         return [*read_tasks(config, BYTES, 256, warnings.append)]
 

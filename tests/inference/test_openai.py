@@ -168,7 +168,7 @@ def test_thinking_and_tool_calls():
 
 
 def test_64_clients_get_the_texts_they_get_alone():
-    def ask(number: int) -> str:
+    def ask(number):
         options = {"seed": number, "max_tokens": 12 + number % 9, "temperature": number % 3 / 2}
         return served.choose(f"{number} " * (1 + number % 4), **options)["text"]
 
@@ -181,7 +181,7 @@ def test_64_clients_get_the_texts_they_get_alone():
 
 
 def test_metrics(served: Served):
-    def read() -> dict[str, float]:
+    def read():
         lines = served.client.get("/metrics").text.splitlines()
         rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name.removeprefix("megatoken_"): float(value) for name, value in rows}

@@ -141,7 +141,7 @@ def test_disconnect_frees_the_row_and_the_place_in_the_queue(stream: bool):
         stack.callback(hook.remove)
         stack.callback(gate.set)
 
-        def connect(tokens: int, counts: tuple[int, int]) -> HTTPConnection:
+        def connect(tokens, counts):
             connection = HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
             stack.callback(connection.close)
             body = {"model": "tiny", "prompt": "a", "max_tokens": tokens, "stream": stream}

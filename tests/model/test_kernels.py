@@ -52,7 +52,7 @@ def test_attention_equals_the_formula(name: str, sizes: str, window: int):
     B, H, K, T, D = map(int, sizes.split())
     packed, dy = draw(B, T, H + 2 * K, D), draw(B, T, H, D, seed=1).transpose(1, 2)
 
-    def attend(packed: Tensor, name: str) -> Tensor:
+    def attend(packed, name):
         """The model passes views of one packed product."""
         return causal(name, *packed.transpose(1, 2).split((H, K, K), dim=1), window=window)
 
@@ -78,7 +78,7 @@ def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, 
 def test_dropout_is_applied_to_the_weights(name: str):
     q, k, v = draw(3, 1, 2, 32, 8)
 
-    def drop_odd_keys(weights_BHTS: Tensor) -> Tensor:
+    def drop_odd_keys(weights_BHTS):
         return 2 * weights_BHTS * (torch.arange(32) % 2 == 0)
 
     scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(32, 32).triu(1) > 0, -torch.inf)

@@ -26,7 +26,7 @@ def make(
 def run(inputs: Sequence[Tensor], targets: Tensor, scale: float, **options: Any) -> list[Tensor]:
     """Return the loss, and its gradients times a scale."""
 
-    def loss(*inputs: Tensor) -> Tensor:
+    def loss(*inputs):
         total, count = cross_entropy(*inputs, targets, **options)
         assert count == (targets >= 0).sum()
         return total
@@ -54,7 +54,7 @@ def run_reference(
 ) -> list[Tensor]:
     """Return what `run` does, by the definition in fp64."""
 
-    def loss(*inputs: Tensor) -> Tensor:
+    def loss(*inputs):
         return -log_probs(*inputs, targets, **options).sum()
 
     return differentiate(loss, inputs, torch.tensor(scale), torch.float64)
@@ -126,10 +126,10 @@ def test_log_probabilities_of_targets(chunk: int, softcap: float):
     targets[0, :3] = targets[2, 4] = -1
     options = {"vocab_size": 11, "softcap": softcap, "temperature": 0.7}
 
-    def ours(*inputs: Tensor) -> Tensor:
+    def ours(*inputs):
         return token_log_probs(*inputs, targets, chunk=chunk, **options)
 
-    def torchs(*inputs: Tensor) -> Tensor:
+    def torchs(*inputs):
         return log_probs(*inputs, targets, **options)
 
     weights = draw(3, 5, seed=3)

@@ -91,10 +91,10 @@ def test_it_equals_the_formula(dtype: torch.dtype, kv_heads: int, window: int, *
     assert supports_varlen(inputs[0])
     dy = draw_heads(6, 3, dtype)
 
-    def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def explicit(q, k, v):
         return explicit_attention(q, k, v, mask=mask.cuda(), causal=False, dropout=None)
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def varlen(q, k, v):
         options = {"dropout": None, "window": window}
         if not documents:
             return flash_attention(q, k, v, mask=None, causal=True, **options)

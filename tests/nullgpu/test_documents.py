@@ -36,7 +36,7 @@ def test_no_step_waits_or_compiles_again(mode: str):
     for _ in range(2):
         take_step(workload, 1 / 100)
 
-    def take_steps() -> None:
+    def take_steps():
         for share in SHARES:
             take_step(workload, share)
 

@@ -52,11 +52,11 @@ def record_reductions(rank: int, mode: str, out: Path) -> None:
     reduce = grad_reduce.GradBucketReducer._reduce
     backward = Tensor.backward
 
-    def count_reduce(reducer: grad_reduce.GradBucketReducer, index: int) -> None:
+    def count_reduce(reducer, index):
         launches.append(counters.read().total)
         reduce(reducer, index)
 
-    def count_backward(tensor: Tensor) -> None:
+    def count_backward(tensor):
         counters.reset()
         launches.clear()
         backward(tensor)

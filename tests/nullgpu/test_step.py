@@ -81,14 +81,14 @@ def test_gradients_arrive_during_the_backward(mode: str, monkeypatch: pytest.Mon
     take_step(workload)
     arrivals = []
 
-    def note(_: Tensor) -> None:
+    def note(_):
         arrivals.append(counters.read().total)
 
     for parameter in workload.state.sharded.trained.values():
         parameter.register_post_accumulate_grad_hook(note)
     backward = Tensor.backward
 
-    def count_backward(tensor: Tensor) -> None:
+    def count_backward(tensor):
         counters.reset()
         backward(tensor)
 

@@ -88,10 +88,10 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
     """
     width, vocabulary, context = 12_288, 50_304, 2_048
 
-    def rows(whole: int) -> int:
+    def rows(whole):
         return -(-whole // shards)
 
-    def two_products(columns: int, back: int) -> int:
+    def two_products(columns, back):
         """Count the weights and biases of a product to `columns`, and of the product back to the
         width.
         """

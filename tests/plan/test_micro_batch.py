@@ -13,7 +13,6 @@ from torch import Tensor
 from megatoken.base.errors import ConfigError
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.model.gpt import GPT
 from megatoken.plan.tuning import compilation, micro_batch
 from megatoken.plan.tuning.compilation import compile_forward
 from megatoken.plan.tuning.kernels import step_key
@@ -101,10 +100,10 @@ def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(
 ):
     state, rows = tiny_state(), []
 
-    def compile_to_graphs(model: GPT, mode: str) -> Callable[[Tensor], Tensor]:
+    def compile_to_graphs(model, mode):
         assert mode == "reduce-overhead"
 
-        def replay(ids: Tensor) -> Tensor:
+        def replay(ids):
             rows.append(len(ids))
             if fault == "one micro-batch" and len(rows) == 2:
                 raise RuntimeError("tensor output of CUDAGraphs that has been overwritten")
@@ -152,7 +151,7 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     rates = iter([{1: rate, 2: rate} for rate in (50.0, 60.0, 70.0)])
     monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
 
-    def find(n_layer: int = 2, **settings: object) -> float:
+    def find(n_layer=2, **settings):
         model = replace(TINY_GPT, n_layer=n_layer)
         key = step_key(tiny_config(**settings), model, CPU, ParallelDims(), "off")
         return find_rates(tiny_state(), tiny_step_config(), CPU, 8, "off", key)[1]
@@ -186,7 +185,7 @@ def test_sizes_are_timed_compiled_and_the_step_runs_the_chosen_one(
 def test_a_size_that_does_not_compile_ends_the_search(monkeypatch: pytest.MonkeyPatch):
     sizes = []
 
-    def compile_small_sizes(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+    def compile_small_sizes(graph, inputs):
         sizes.append(max(len(x) for x in inputs if isinstance(x, Tensor) and x.dim() == 3))
         if sizes[-1] > 1:
             raise OSError("the compiler was killed")

@@ -111,7 +111,7 @@ def test_what_does_not_fit_has_no_price(ask: Ask):
 def test_muon_adds_its_products_to_the_optimizer():
     """1.63e12 FLOP at 62% of 989e12 a second, shared by the GPUs."""
 
-    def optimizer_seconds(gpus: int, name: str) -> float:
+    def optimizer_seconds(gpus, name):
         layout = Layout(gpus=gpus, optimizer=name)
         return estimate_step(PRESETS["gpt2-124m"], H100, layout).parts["optimizer"]
 
@@ -289,7 +289,7 @@ def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, ask: Ask):
     rows = [{"program": "nanogpt"}, row]
     result = sizes | {"preset": "gpt2-124m", "precision": "bf16", "rows": rows}
 
-    def plan(gpus: str) -> tuple[float, float]:
+    def plan(gpus):
         """Return a speed, and its ratio to the speed without records."""
         record = {"hardware": {"device": H100.driver}, "answer": result}
         (tmp_path / "sustained.json").write_text(json.dumps(record))

@@ -288,7 +288,7 @@ def full_disk(chaos: Chaos) -> None:
     first, filler = last_logged(chaos), fill_disk(chaos)
     failed = chaos.printed().count("not saved")
 
-    def has_failed() -> bool:
+    def has_failed():
         fill_disk(chaos)  # again: a save that was under way has removed an older checkpoint since
         return chaos.printed().count("not saved") > failed
 

@@ -107,11 +107,11 @@ def disturb(case: Case, recipe: Path, out: Path) -> int:
     reader = subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL)
     os.close(master)
 
-    def hang_up() -> None:
+    def hang_up():
         reader.kill()
         reader.wait()
 
-    def prepare() -> None:
+    def prepare():
         if case.controls:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

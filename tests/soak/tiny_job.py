@@ -73,7 +73,7 @@ def start_session(
     """Start in a session of its own, which does not outlive the soak. prepare: called in the child."""
     follow_parent = at_parent_death(signal.SIGKILL)
 
-    def prepare_child() -> None:
+    def prepare_child():
         # nohup and a job in the background start with them ignored.
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)

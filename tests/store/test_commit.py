@@ -144,7 +144,7 @@ def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path):
     ],
 )
 def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failure: Exception):
-    def fail(path: Path) -> None:
+    def fail(path):
         path.write_bytes(b"half")
         raise failure
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
     """The fsyncs are of the parent, 2 files, the manifest, 2 folders, and the root."""
     fsync, left = os.fsync, [7]
 
-    def fail_at_the_end(descriptor: int) -> None:
+    def fail_at_the_end(descriptor):
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.EIO, "Input/output error")
@@ -188,11 +188,11 @@ def test_a_file_is_written_again_when_its_error_passes(
 ):
     written, errors = [], [OSError(number, os.strerror(number)) for _ in range(2)]
 
-    def fail(call: str) -> None:
+    def fail(call):
         if call == failing and errors:
             raise errors.pop()
 
-    def write(path: Path) -> None:
+    def write(path):
         written.append(path.exists())
         path.write_bytes(b"half" if errors else b"whole")
         fail("write")
@@ -209,7 +209,7 @@ def test_a_file_is_written_again_when_its_error_passes(
 def test_checkpoints_removed_by_others_do_not_stop_a_save_or_a_removal(tmp_path: Path):
     root = tmp_path / "checkpoints"
 
-    def remove_all(path: Path) -> None:
+    def remove_all(path):
         shutil.rmtree(root)
         path.write_bytes(b"x")
 
@@ -230,7 +230,7 @@ def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path):
     commit_small(tmp_path, 1)
     steps, written = [1], [1]
 
-    def write() -> None:
+    def write():
         while written[-1] < 25 or len(steps) < 6:
             written.append(written[-1] + 1)
             commit_small(tmp_path, written[-1])

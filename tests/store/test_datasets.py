@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -140,7 +139,7 @@ def test_one_process_fetches_and_others_wait(
 ):
     fetched, read = [], ObjectStore.read
 
-    def count(self: ObjectStore, name: str, *arguments: Any) -> bytes:
+    def count(self, name, *arguments):
         fetched.append(name)
         return read(self, name, *arguments)
 
@@ -169,7 +168,7 @@ def test_prepare_verify_and_eval_at_an_address(
     line = f"prepare {text} --tokenizer bytes --workers 1 --out {address}"
     upload = ObjectStore.upload
 
-    def fail(self: ObjectStore, path: Path, name: str, xxh3_128: str) -> None:
+    def fail(self, path, name, xxh3_128):
         if name.startswith("val"):
             raise StorageError("cannot write: the store is gone", self.at(name))
         upload(self, path, name, xxh3_128)

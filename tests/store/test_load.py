@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
     first, second = (tiny_state(seed=seed, model_config=config) for seed in (0, 1))
     second.position = Position(step=1)
 
-    def remove_first(folder: Path, manifest: CheckpointManifest) -> GPT:
+    def remove_first(folder, manifest):
         read.append(folder.name)
         if len(read) == 1:
             save(second, tmp_path)
@@ -96,13 +95,13 @@ def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytes
     seen, polls = [], []
     write, read_progress = checkpoint_save.write_tensors, AsyncSave._read_progress
 
-    def hang(path: Path, **options: Any) -> None:
+    def hang(path, **options):
         if path.name == "optimizer.safetensors":
             hangs.set()
             assert goes_on.wait(HANG_SECONDS)
         write(path, **options)
 
-    def poll(save: AsyncSave) -> int:
+    def poll(save):
         polls.append(read_progress(save))
         return polls[-1]
 

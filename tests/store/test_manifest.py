@@ -38,7 +38,7 @@ def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path:
     for root in write_runs(tmp_path).values():
         newest, older = step_folder(root, 2), step_folder(root, 1)
 
-        def assert_named(path: Path, root: Path = root) -> None:
+        def assert_named(path, root=root):
             step, errors = newest_step(root)
             assert (step, len(errors), str(path) in errors[0]) == (1, 1, True)
 

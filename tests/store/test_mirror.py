@@ -66,7 +66,7 @@ def save_and_mirror(run: Path, address: str, *steps: int, **rules: Any) -> dict[
 def open_mirror(run: Path, address: str, in_use: set[int], events: list[Any]) -> Mirror:
     """events: gets the values of each event."""
 
-    def log(what: str, **values: Any) -> None:
+    def log(what, **values):
         events.append(values)
 
     return Mirror(run, address, lambda: KEEP, in_use, Console(quiet=True), log)
@@ -156,7 +156,7 @@ def test_damage_there_is_named_and_the_one_before_is_used(row: str, address: str
     run, store, warnings = tmp_path / "run", ObjectStore(address), []
     save_and_mirror(run, address, 10, 20, keep_last=2)
 
-    def damage(step: int) -> None:
+    def damage(step):
         for name, content in json.loads(row).items():
             path = f"checkpoints/step-{step:08d}/{name}"
             store.remove(path) if content is None else store.write(path, content.encode())
@@ -185,7 +185,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     monkeypatch.setattr(objects, "THREADS", 1)
     save_and_mirror(run, address, 10)
 
-    def count(self: Any, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:
+    def count(self, verb, name, function, *args, **options):
         nonlocal left
         if verb not in ("write", "remove") or (left := left - 1) >= 0:
             return call(self, verb, name, function, *args, **options)
@@ -251,7 +251,7 @@ def test_what_a_store_changes_is_noticed(
     run, call = tmp_path / "run", ObjectStore._call
     save(run, 10)
 
-    def corrupt(self: Any, verb: str, name: str, *args: Any, **options: Any) -> Any:
+    def corrupt(self, verb, name, *args, **options):
         result = call(self, verb, name, *args, **options)
         if verb == "write" and name.endswith("weights.bin"):
             self._fs.store[args[2]].getbuffer()[7] ^= 1

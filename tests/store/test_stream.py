@@ -68,7 +68,7 @@ def be_faulty(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Let a tenth of reads fail, and change a bit in some of the others."""
     draw, read = random.Random(seed), ObjectStore.read
 
-    def unreliable(self: ObjectStore, name: str, *arguments: Any) -> bytes:
+    def unreliable(self, name, *arguments):
         content = self._call("read", name, lambda: fail() or read(self, name, *arguments))
         if name.endswith(".bin") and draw.random() < 0.02:
             changed = bytearray(content)
@@ -76,7 +76,7 @@ def be_faulty(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             return bytes(changed)
         return content
 
-    def fail() -> None:
+    def fail():
         if draw.random() < 0.1:
             raise OSError("the store is busy")
 
@@ -93,7 +93,7 @@ def test_streamed_batches_are_the_local_ones(
     """From a cold, a tiny, a warm and a damaged cache, on 1, 2 and 4 ranks, from a faulty store."""
     steps, made = [0, 1, 2, 40, 3], load_mixture(f"{tmp_path}/made")
 
-    def read(data: Any, n_ranks: int) -> np.ndarray:
+    def read(data, n_ranks):
         data.set_vocab_size(500)
         loaders = [
             DataLoader(data.train, 60, 16, 5, rank, n_ranks, order=order) for rank in range(n_ranks)
@@ -131,7 +131,7 @@ def test_without_a_cache_or_a_store(address: str, tmp_path: Path, monkeypatch: p
     tokens, store = load_mixture(address, cache="1GB").train, ObjectStore(address)
     expected = load_dataset(tmp_path / "made").train
 
-    def fail(*_: Any) -> int:
+    def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ def test_batches_and_validation_at_the_same_time(
 ):
     read = ObjectStore.read
 
-    def be_slow(*arguments: Any) -> bytes:
+    def be_slow(*arguments):
         time.sleep(0.01)
         return read(*arguments)
 
@@ -183,7 +183,7 @@ def test_killed_at_every_write(address: str, tmp_path: Path, monkeypatch: pytest
     expected = load_dataset(tmp_path / "made").train.gather(starts, 90_000)
     n_written = deaths = 0
 
-    def die(descriptor: int, data: Any, position: int) -> int:
+    def die(descriptor, data, position):
         nonlocal n_written, deaths
         n_written += 1
         if n_written % 7 or deaths == 10:

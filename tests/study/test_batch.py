@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import batch
 from megatoken.base.config.schema import MachineConfig
@@ -32,7 +31,7 @@ def test_sizes_that_do_not_fit_end_the_benchmark(runs_out: bool, monkeypatch: py
     workload = build()
     forward, parameters = workload.state.compute.forward, [*workload.state.model.parameters()]
 
-    def run_out(ids: Tensor) -> Tensor:
+    def run_out(ids):
         if ids.numel() < 4 * TINY_GPT.seq_len:
             return forward(ids)
         for parameter in parameters:

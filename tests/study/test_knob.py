@@ -5,7 +5,7 @@ import math
 import multiprocessing
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from benchmarks.knob import run_knob
 from benchmarks.rounds import measure_workers
 from megatoken.base.console import Console
 from megatoken.base.system import environment
-from megatoken.base.system.metrics_log import Row
 from megatoken.data.dataloader import Batch
 from megatoken.study.bench import runner
 from megatoken.study.bench.main import run_bench
@@ -87,7 +86,7 @@ def test_nothing_outlives_the_benchmark(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_killed_benchmark_keeps_what_it_measured(tmp_path: Path):
-    def bench(options: Namespace, console: Console) -> Iterator[Row]:
+    def bench(options, console):
         yield {"rows": [1]}
         raise KeyboardInterrupt
 

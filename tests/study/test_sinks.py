@@ -39,10 +39,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Rows:
     rows = []
 
     class Recorder(Sink):
-        def log(self, row: dict[str, Any]) -> None:
+        def log(self, row):
             rows.append((row["kind"], row["step"]))
 
-        def flush(self) -> None:
+        def flush(self):
             if rows[-2] == ("sample", 13):
                 raise OSError(28, "No space left\non device")
 
@@ -110,7 +110,7 @@ def test_following_sends_rows_as_they_come_until_the_run_ends(
     write_status(run, "running")
     starts = iter([5, 7])
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         start = next(starts)
         write_rows(run, start, start + 1)
         if start == 7:
@@ -208,7 +208,7 @@ def webhook(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()

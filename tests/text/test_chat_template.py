@@ -265,14 +265,14 @@ def draw_conversation(draw: random.Random, name: str, words: list[str]) -> list[
     """Draw turns of user and assistant; with system, tool calls and reasoning if supported."""
     messages = []
 
-    def text() -> str:
+    def text():
         characters = map(chr, draw.sample(range(0x3100), 9))
         return "".join(draw.choices([*words, *characters], k=draw.randrange(9)))
 
-    def add(role: str, fields: Any = None) -> None:
+    def add(role, fields=None):
         messages.append(Message(role, text(), 1, fields or {}))
 
-    def add_system(role: str, one_in: int) -> None:
+    def add_system(role, one_in):
         if name != "turns" and not draw.randrange(one_in):
             add(role)
 
@@ -339,7 +339,7 @@ def test_no_control_token_comes_from_a_message(name: str):
     special = set(template.tokenizer.special_ids.values())
     draw = random.Random(name)
 
-    def list_control(messages: list[Message]) -> list[tuple[int, bool]]:
+    def list_control(messages):
         pairs = zip(*template.encode(messages), strict=True)
         return [pair for pair in pairs if pair[0] in special]
 

@@ -292,7 +292,7 @@ def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path):
         write(tmp_path / f"small{number}.txt", f"small {number}\n")
     write(tmp_path / "z.jsonl", '{"text": "json"}\nbroken\n' * 500)
 
-    def sample(path: Path, count: int) -> str:
+    def sample(path, count):
         options = PrepareOptions(chunk_bytes=1000)
         return "".join(sample_texts(find_source(str(path)), options, count))
 

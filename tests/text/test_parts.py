@@ -65,7 +65,7 @@ def test_missing_and_different_parts_are_named(tmp_path: Path, call: Call):
     common = f"prepare {tmp_path}/in --out {out} --workers 1 --val-fraction 0 --tokenizer"
     join = f"prepare --join {out}"
 
-    def refuse(line: str) -> str:
+    def refuse(line):
         code, _, error = call(line)
         assert code in (2, 3)
         return error

@@ -33,7 +33,7 @@ from megatoken.text import prepare as preparation
 from megatoken.text.corpus_reader import ReadPosition
 from megatoken.text.documents import SEPARATOR, PrepareOptions
 from megatoken.text.encode_workers import encode_corpus
-from megatoken.text.prepare import PrepareResult, Progress
+from megatoken.text.prepare import PrepareResult
 from megatoken.text.sources import find_source
 from megatoken.text.tokenizer import Tokenizer
 from tests.data.small_dataset import stop_after
@@ -51,7 +51,7 @@ def make_corpus(folder: Path) -> Path:
     word_list = "the,cat,sat,naïve,中文,x1,(y),don't,\n,  "
     words = word_list.split(",")
 
-    def text(length: int) -> str:
+    def text(length):
         return " ".join(draw.choices(words, k=length))
 
     files = {f"small{n:02d}.txt": f"{n} {text(100)}" for n in range(20)}
@@ -347,7 +347,7 @@ def test_a_finished_dataset_may_be_read_only(tmp_path: Path, monkeypatch: pytest
     first = prepare(source, out, tokenizer="bpe:300")
     before = read_folder(out)
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(filelock, "FileLock", fail)
@@ -377,7 +377,7 @@ def test_a_dead_worker_or_one_that_fails_is_one_error(tmp_path: Path):
     source, out = make_corpus(tmp_path / "corpus"), tmp_path / "out"
     threads, others = threading.active_count(), list_workers()
 
-    def kill_workers(progress: Progress) -> None:
+    def kill_workers(progress):
         for child in list_workers() - others:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

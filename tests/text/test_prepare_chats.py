@@ -278,7 +278,7 @@ def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path):
 def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path):
     n_other = len(TEMPLATE.encode(parse_messages([USER, ANSWER], ""))[0]) - len("2+2")
 
-    def row(length: int) -> dict[str, Any]:
+    def row(length):
         return {"messages": [{**USER, "content": "u" * (length - n_other)}, ANSWER]}
 
     assert len(open_rows(prepare(tmp_path, [row(65)]), "train")) == 1
@@ -372,7 +372,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
 
 
 def test_the_first_rows_identify_the_format(tmp_path: Path):
-    def peek(row: Any) -> str | None:
+    def peek(row):
         write_rows(tmp_path / "rows.jsonl", [row])
         found = peek_format(find_source(str(tmp_path)), "text")
         return found and found.name

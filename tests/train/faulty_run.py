@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatoken.base.errors import ExitCode, MegatokenError
 from megatoken.distributed import stragglers
@@ -16,7 +15,6 @@ from megatoken.store.commit import step_folder
 from megatoken.store.manifest import read_manifest
 from megatoken.train import step, step_log
 from megatoken.train import train as pretrain
-from megatoken.train.run import Run
 from megatoken.train.state import CrossEntropy, TrainState
 from tests.tiny_run import fingerprint, train
 
@@ -71,24 +69,24 @@ def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
     sums, unscale = CrossEntropy.sums, step.unscale_gradients
     train_step, flips_left = pretrain.train_step_async, set(job.batches)
 
-    def bad_loss(loss: CrossEntropy, state: TrainState, *arguments: Any) -> dict[str, Tensor]:
+    def bad_loss(loss, state, *arguments):
         scale = float("nan") if state.position.next_batch in job.batches else 1.0
         return {name: scale * value for name, value in sums(loss, state, *arguments).items()}
 
-    def large_gradients(state: TrainState) -> None:
+    def large_gradients(state):
         unscale(state)
         if state.position.next_batch in job.batches:
             for param in state.sharded.local_params.values():
                 param.grad *= 1e3
 
-    def flip_after(state: TrainState, *arguments: Any) -> Any:
+    def flip_after(state, *arguments):
         batch, pending = state.position.next_batch, train_step(state, *arguments)
         if batch in flips_left:
             flips_left.remove(batch)  # not again after a rewind
             flip(state, job.tensor, job.bit)
         return pending
 
-    def slow_loss(loss: CrossEntropy, state: TrainState, *arguments: Any) -> dict[str, Tensor]:
+    def slow_loss(loss, state, *arguments):
         start = time.perf_counter()
         values = sums(loss, state, *arguments)
         if state.position.next_batch >= job.batches[0]:
@@ -108,7 +106,7 @@ def put_fault(job: Job, patch: pytest.MonkeyPatch) -> None:
 def skip_from_start(patch: pytest.MonkeyPatch, batches: Sequence[int]) -> None:
     restore = pretrain.restore
 
-    def restore_without(run: Run, **options: Any) -> Any:
+    def restore_without(run, **options):
         manifest = restore(run, **options)
         run.state.position = run.state.position.skip(*batches)
         return manifest

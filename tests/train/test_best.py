@@ -1,7 +1,6 @@
 """The best checkpoint is linked, runs stop early, and samples at the start."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     found = dict(LOSSES)
     validate = TextBatches.validate
 
-    def measured(batches: TextBatches, *arguments: Any) -> tuple[dict[str, Any], str]:
+    def measured(batches, *arguments):
         row, text = validate(batches, *arguments)
         return row | {"loss": found.get(batches.run.state.step, 9.0)}, text
 

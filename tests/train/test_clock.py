@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
     clock = SimpleNamespace(monotonic=lambda: now, strftime=time.strftime)
     monkeypatch.setattr(metrics_log, "time", clock)
 
-    def wait_and_write(log: MetricsLogger, seconds: float, step: int, kind: str = "train") -> None:
+    def wait_and_write(log, seconds, step, kind="train"):
         nonlocal now
         now += seconds
         log.write(kind, step, step * 10, elapsed_seconds=log.elapsed_seconds)
@@ -51,7 +50,7 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
 def test_a_resume_continues_at_the_time_of_its_checkpoint(data: str, tmp_path: Path):
     settings = f"{data} save.every=5 evaluate.every=0"
 
-    def fail(row: dict[str, Any]) -> None:
+    def fail(row):
         assert (row["kind"], row["step"]) != ("train", 8)
 
     with pytest.raises(AssertionError):

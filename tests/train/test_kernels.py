@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
 def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: pytest.MonkeyPatch):
     sizes, largest = [], 2
 
-    def time_options(_config: object, _device: object, seqs: int, *_: object) -> Any:
+    def time_options(_config, _device, seqs, *_):
         sizes.append(seqs)
         if seqs > largest:
             raise error
@@ -146,7 +145,7 @@ def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: p
 def test_failing_kernel_is_left_out_and_cached_timings_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(*_: torch.Tensor, **__: object) -> torch.Tensor:
+    def fail(*_, **__):
         raise RuntimeError("no such backend")
 
     monkeypatch.setitem(REGISTERED, "attention", {"blocked": fail})
@@ -200,8 +199,8 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
     monkeypatch.setattr(autotune_module, "find_library", find_library)
     in_steps, in_trials = set(), set()
 
-    def count_in(kernel: Any) -> Any:
-        def count(*inputs: Any, **options: Any) -> Any:
+    def count_in(kernel):
+        def count(*inputs, **options):
             in_trials.add(torch.get_num_threads())
             return kernel(*inputs, **options)
 
@@ -211,7 +210,7 @@ def test_a_choice_is_timed_and_trains_with_its_threads(
     monkeypatch.setitem(REGISTERED, "attention", counted)  # also in the trials of torch's products
     settings = f"{data} machine.threads=2 machine.attention=auto machine.gemm_backend={block}"
 
-    def note(row: dict[str, Any]) -> None:
+    def note(row):
         if row["kind"] == "train":
             in_steps.add(torch.get_num_threads())
             torch.set_num_threads(1)  # as generation does

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path):
     copy, out, refused = (tmp_path / name for name in ("copy", "run", "refused"))
     settings = f"data.path={shard} {SAVING}{copy}"
 
-    def break_mirror(row: dict[str, Any]) -> None:
+    def break_mirror(row):
         if row["kind"] == "train" and row["step"] == 5:
             shutil.rmtree(copy, ignore_errors=True)
             copy.write_text("")

@@ -103,7 +103,7 @@ def test_a_rank_leaves_the_second_signal_to_its_launcher(
 
 
 def test_outside_the_main_thread_only_the_time_limit_works():
-    def run() -> tuple[object, str]:
+    def run():
         with PreemptionHandler(time_limit_seconds=0.0) as handler:
             return signal.getsignal(signal.SIGTERM), handler.stop_reason
 
@@ -114,7 +114,7 @@ def test_outside_the_main_thread_only_the_time_limit_works():
 
 @pytest.mark.usefixtures("now")
 def test_time_limit_reserves_steps_a_save_and_what_comes_next():
-    def observe(handler: PreemptionHandler, count: int) -> None:
+    def observe(handler, count):
         for _ in range(count):
             handler.observe(1.0)
 

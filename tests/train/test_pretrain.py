@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from megatoken.cli.verify import verify_folder
 from megatoken.data.vocabulary import read_vocabulary
 from megatoken.store import save
 from megatoken.store.commit import list_steps
-from megatoken.store.manifest import FileEntry
 from megatoken.text.tokenizer import load_tokenizer
 from megatoken.train import initial_state
 from megatoken.train.run import Run
@@ -123,7 +121,7 @@ def train_and_die(out: Path, settings: str, step: int, save_number: int) -> None
     """Train, and die after a step, or when the `save_number`-th checkpoint is written but not published."""
     saves, publish = count(1), save.publish
 
-    def publish_or_die(*arguments: Any, **others: Any) -> None:
+    def publish_or_die(*arguments, **others):
         if next(saves) == save_number:
             os.kill(os.getpid(), signal.SIGKILL)
         publish(*arguments, **others)
@@ -153,7 +151,7 @@ def test_killed_runs_resume_bit_identical(long: str, out: Path, clean: Path, tra
 def test_sigterm_saves_and_loses_no_step_and_a_second_run_is_refused(
     long: str, out: Path, clean: Path, train: Train
 ):
-    def start_another_and_stop(row: dict[str, Any]) -> None:
+    def start_another_and_stop(row):
         if (row["kind"], row["step"]) == ("train", 9):
             with pytest.raises(StorageError, match=f"pid {os.getpid()}"):
                 train(out)
@@ -188,7 +186,7 @@ def test_a_run_keeps_the_kernels_it_started_with(out: Path, train: Train):
     auto = f"{SHORT} machine.micro_batch=auto machine.attention=auto"
     machine = out / "machine.json"
 
-    def train_again(*settings: str) -> dict[str, Any]:
+    def train_again(*settings):
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         assert train(out, auto, *settings).steps == 2
         return read_json(machine)
@@ -244,7 +242,7 @@ def test_folder_that_is_not_a_run_is_not_touched(tmp_path: Path, name: str, trai
 def test_start_on_a_full_disk_leaves_a_folder_that_can_be_started_again(
     out: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ):
-    def replace_file(path: Path, content: str, durable: bool = False) -> None:
+    def replace_file(path, content, durable=False):
         path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -292,7 +290,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     checks = []
     check_stop, signalled = Run.check_stop, 0
 
-    def signal_at_fifth_check(run: Run, seconds: float = 0.0, **options: bool) -> bool:
+    def signal_at_fifth_check(run, seconds=0.0, **options):
         step = run.state.step
         for thread in threading.enumerate():
             if step == 30 and thread.name == "megatoken-save":
@@ -320,7 +318,7 @@ def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
 ):
     write = save.write_files
 
-    def write_slowly(*arguments: Any) -> dict[str, FileEntry]:
+    def write_slowly(*arguments):
         time.sleep(0.3)
         return write(*arguments)
 
@@ -337,7 +335,7 @@ def test_a_save_that_failed_is_tried_again_when_the_run_stops_there(
 ):
     failing, begin = [True], save.AsyncSave.__init__
 
-    def fail_once(self: save.AsyncSave, *arguments: Any, **others: Any) -> None:
+    def fail_once(self, *arguments, **others):
         if failing:
             failing.clear()
             signal.raise_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -212,7 +211,7 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int):
 
 
 def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise():
-    def find(data: float, *compute: float) -> list[Any]:
+    def find(data, *compute):
         """Report of the second of three ranks; the others are as usual."""
         usual = {"data": (0.001, 0.001), "compute": (0.1, 0.1)}
         return find_stragglers([usual, {"data": (data, data), "compute": compute}, usual])

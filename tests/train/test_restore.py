@@ -17,7 +17,6 @@ from megatoken.store.commit import list_steps, step_folder
 from megatoken.store.manifest import verify
 from megatoken.train import train as pretrain
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.run import Run
 from megatoken.train.state import Position
 from tests.flip import flip_bit
 from tests.ranks import run_ranks, train_on_ranks
@@ -47,7 +46,7 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
 ):
     comm, env = TwoRanks(DistEnv(world_size=2)), DistEnv(world_size=2, local_world_size=2)
 
-    def save_and_lose_rank_1(run: Run, *_: object) -> None:
+    def save_and_lose_rank_1(run, *_):
         run.state.comm, run.state.position = comm, Position(step=2)
         saver = CheckpointSaver(replace(run, comm=comm))
         saver.save()

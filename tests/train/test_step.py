@@ -160,7 +160,7 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
 ):
     state, marked = tiny_state(), []
 
-    def mark() -> None:
+    def mark():
         """Zero gradients, as the graphs of the next step overwrite their memory."""
         marked.append([p.grad.zero_() for p in state.model.parameters() if p.grad is not None])
 
@@ -181,7 +181,7 @@ def kept_bytes(recompute: str, model_config: ModelConfig) -> int:
     parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
     kept = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -224,7 +224,7 @@ def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int):
 
 
 def test_every_step_and_seed_drops_other_values():
-    def loss(dropout: float, seed: int, step: int) -> float:
+    def loss(dropout, seed, step):
         state = tiny_state(dropout=dropout)
         state.position = Position(step=step)
         return forward_backward(state, tiny_step_config(seed=seed), CPU, tiny_batch()).item()

@@ -41,7 +41,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[str], bool]) -
     """Fail the fsync of files whose path `is_full`; return the list of them, which grows."""
     sync_file, failed = protocol.sync_file, []
 
-    def sync(path: Path, on_progress: Callable[[int], object] | None = None) -> None:
+    def sync(path, on_progress=None):
         if is_full(str(path)):
             failed.append(path.name)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -96,7 +96,7 @@ def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
 ):
     open_log = MetricsLogger.open
 
-    def open_full(folder: Path) -> MetricsLogger:
+    def open_full(folder):
         log = open_log(folder)
         log._file.close()
         log._file = FileIO("/dev/full", "wb")

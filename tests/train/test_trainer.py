@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +45,7 @@ def test_a_finished_run_was_not_stopped(data: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(preemption, "time", clock)
     report_end = pretrain.report_end
 
-    def pass_time(*arguments: Any) -> None:
+    def pass_time(*arguments):
         clock.monotonic = lambda: math.inf
         report_end(*arguments)
 
@@ -61,7 +60,7 @@ def test_callbacks_see_every_row_and_status_what_the_run_does(
     monkeypatch.setattr("megatoken.base.system.metrics_log.STATUS_SECONDS", 0.0)
     statuses = {}
 
-    def keep(row: dict[str, Any]) -> None:
+    def keep(row):
         at = row["kind"], row["step"]
         statuses[at] = json.loads((tmp_path / "status.json").read_text())
 
@@ -90,11 +89,11 @@ def test_validation_and_samples_do_not_recompile_the_blocks(
 ):
     compiled = []
 
-    def keep_graph(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+    def keep_graph(graph, _):
         compiled.append(torch.is_grad_enabled())
         return graph.forward
 
-    def compile_blocks(model: GPT) -> None:
+    def compile_blocks(model):
         for block in model.blocks:
             block.compile(backend=keep_graph)
 
@@ -147,7 +146,7 @@ class OwnLoss(GPT):
 
 
 def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path):
-    def build(model_class: type[GPT] = GPT, **changes: Any) -> GPT:
+    def build(model_class=GPT, **changes):
         return model_class(replace(config.model, **changes), vocab_size=257)
 
     model = build()
@@ -177,7 +176,7 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config
 def test_attention_without_masks_is_refused_before_the_first_step(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def causal(q, k, v, **options):
         return explicit_attention(q, k, v, **options)
 
     causal.supports_mask = False  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import torch
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError
-from megatoken.base.system.device import Device, fast_precision, memory_errors, open_device
+from megatoken.base.system.device import fast_precision, memory_errors, open_device
 from megatoken.base.system.machine import find_compiler
 from megatoken.model.gpt import set_activation_checkpointing
 from megatoken.plan.tuning.compilation import compile_forward, wants_compile
@@ -97,7 +97,7 @@ def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str):
 def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch):
     cuda = replace(CPU, torch_device=torch.device("cuda"))
 
-    def wants(mode: str, device: Device, steps: int) -> tuple[str, str]:
+    def wants(mode, device, steps):
         return wants_compile(MachineConfig(compile=mode), device, steps)  # type: ignore[arg-type]
 
     assert wants("auto", cuda, 10_000) == ("blocks", "")

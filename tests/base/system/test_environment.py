@@ -69,7 +69,7 @@ def test_variables_of_the_user_win():
         "e.prepare_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
     )
 
-    def run(**variables: str) -> list[str]:
+    def run(**variables):
         environment = {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         command = [sys.executable, "-c", code]
         return subprocess.check_output(command, text=True, env=environment | variables).split()

@@ -11,7 +11,7 @@ from megatoken.base.system.timing import time_calls
 def test_a_long_call_that_is_warm_is_called_no_more_than_it_is_timed(is_warm: bool, calls: int):
     called = []
 
-    def wait() -> None:
+    def wait():
         called.append(0)
         time.sleep(0.02)
 

@@ -97,7 +97,7 @@ def fastest(native_library: Callable[[str], Library], monkeypatch: pytest.Monkey
 
 
 def use(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
-    def loaded_library() -> Library:
+    def loaded_library():
         library.set_threads(thread_count())
         return library
 

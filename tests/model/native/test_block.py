@@ -91,7 +91,7 @@ def test_what_the_forward_saved_may_move(config: ModelConfig):
     inputs = call.draw(torch.float32)
     expected = differentiate(call, inputs)
 
-    def move(x: Tensor) -> Tensor:
+    def move(x):
         moved = x.detach().clone()
         x.detach().fill_(torch.nan)
         return moved

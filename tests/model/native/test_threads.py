@@ -96,7 +96,7 @@ def test_same_bits_with_any_number_of_threads(run: Callable[[], Iterable[Tensor]
 def test_two_threads_of_the_program_at_the_same_time():
     """One of them gets the kernels' threads; the other computes alone."""
 
-    def repeat(config: ModelConfig) -> list[list[Tensor]]:
+    def repeat(config):
         return [run_block(config) for _ in range(20)]
 
     expected = [run_block(config) for config in (GPT2, LLAMA)]
@@ -112,7 +112,7 @@ def test_a_forked_process_computes():
     a = draw(64, 64)
     expected = products.matmul(a, a)
 
-    def work() -> None:
+    def work():
         for count in (2, 3, 1, 3):
             set_thread_count(count)
             for _ in range(5):
