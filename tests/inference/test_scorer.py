@@ -104,3 +104,9 @@ def test_greedy_and_sequences_without_targets():
     (scores,) = score_trees(model, [make_tree(*choices)], CPU, SINGLE)
     assert scores.greedy.tolist() == [True, False, False, True]
     assert scores.log_p[3] == 0.0
+
+
+def test_padding_attends_to_itself_only():
+    trees = [make_tree(([5, 8, 9, 0], 2)), make_tree(([1, 2], 1))]
+    mask = stack_trees(trees, CPU.torch_device)[1].attn_mask
+    assert mask[1, 0].int().tolist() == torch.eye(3).tolist()

@@ -17,3 +17,11 @@ def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest
     torch_compat.foreach_copy([torch.zeros(1)], [torch.ones(1)])
     with pytest.raises(AttributeError):
         torch_compat.no_such_name  # noqa: B018
+
+
+def test_scaler_found_inf_names_an_overflow():
+    weight = torch.ones(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    weight.grad = scaler.scale(torch.full((1,), float("inf")))
+    scaler.unscale_(optimizer)
+    assert [float(flag) for flag in torch_compat.scaler_found_inf(scaler, optimizer)] == [1.0]
