@@ -316,3 +316,8 @@ def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_
     n_rows = load_dataset(data).manifest.tokens("train") // 25
     assert json.loads(result.splitlines()[-1])["tokens"] == 3 * 24 * n_rows
     assert f"{count_parameters(replace(TINY_GPT, vocab_size=259)):,} parameters" in printed
+
+
+def test_published_rates_are_those_of_that_card_and_model(ask: Ask):
+    for run in ("gpt2-355m --gpus H100", "gpt2-124m --gpus H200"):
+        assert ask(f"plan {run} --ladder")["ladder"][0]["published"] is None

@@ -1,6 +1,5 @@
 """Device, precision, peak and compile mode, tested without a GPU."""
 
-import json
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ import torch
 
 from megatoken.base.config.schema import MachineConfig
 from megatoken.base.errors import ConfigError
+from megatoken.base.system.atomic_write import read_json
 from megatoken.base.system.device import fast_precision, memory_errors, open_device
 from megatoken.base.system.machine import find_compiler
 from megatoken.model.gpt import set_activation_checkpointing
@@ -79,7 +79,7 @@ def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path):
     expected = {
         f"{name}, {each}, {version}": peak for each, peak in (("fp32", 2e15), ("bf16", 3e15))
     }
-    assert json.loads(peaks.read_text()) == expected
+    assert read_json(peaks) == expected
     assert with_peak(CPU).peak_flops == 2e15  # the best measurement stays
     assert with_peak(replace(CPU, precision="bf16")).peak_flops == 3e15
     assert with_peak(replace(CPU, name="another")).peak_flops < 1e15
@@ -88,10 +88,10 @@ def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path):
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"KEY": -1}', "\0\xff"])
 def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str):
     cache_peak(CPU, 1e9)
-    (key,) = json.loads(peaks.read_text())
+    (key,) = read_json(peaks)
     peaks.write_text(damage.replace("KEY", key), encoding="latin-1")
     assert cache_peak(CPU, 5e9) == 5e9
-    assert json.loads(peaks.read_text()) == {key: 5e9}
+    assert read_json(peaks) == {key: 5e9}
 
 
 def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch):
