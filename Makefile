@@ -21,7 +21,7 @@ quickstart: $(VENV)/.user
 
 # Everything that CI runs.
 test: check
-	$(BIN)pytest -n 2 --dist loadfile
+	$(BIN)pytest -n 3 --dist loadfile
 
 # The CUDA path on a GPU that computes nothing (tests/nullgpu): Linux, first a download of 3 GB.
 test-cuda: .venv-cuda/.ready
@@ -46,11 +46,11 @@ records: $(VENV)/.dev
 # While you edit: config, model, optimizer, training step, checkpoints, house rules.
 CORE = $(addprefix tests/,base model optim train store test_architecture.py)
 test-fast: $(VENV)/.dev
-	$(BIN)pytest -n 2 --dist loadfile -m "not slow and not long" $(CORE)
+	$(BIN)pytest -n 3 --dist loadfile -m "not slow and not long" $(CORE)
 
 # Every row of docs/faults.md: kills, full disks, damaged files, hung ranks ...
 faults: $(VENV)/.dev
-	$(BIN)pytest -n 2 --dist loadfile -m "fault and not slow"
+	$(BIN)pytest -n 3 --dist loadfile -m "fault and not slow"
 
 KILLS = "SIGKILL to all;SIGKILL to all at a save;SIGKILL to all during a start" --faults 150 --pause 1
 

@@ -152,7 +152,7 @@ def check_extras(_: Path) -> Finding:
     for extra, packages in EXTRAS.items():
         if missing := [name for name in packages.split() if find_spec(name) is None]:
             absent[extra] = missing
-    text = f"installed: {', '.join(extra for extra in EXTRAS if extra not in absent)}"
+    text = f"installed: {', '.join(extra for extra in EXTRAS if extra not in absent) or 'none'}"
     if not absent:
         return Finding("good", text)
     names = "; ".join(f"{extra}: {', '.join(missing)}" for extra, missing in absent.items())
