@@ -9,9 +9,17 @@ from megatoken.base.config.presets import PRESETS
 from megatoken.base.config.schema import FIELDS, MachineConfig, build_config
 from megatoken.base.system.gpus import GPUS
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.memory import choose_dims, estimate_memory, holds_low_precision
+from megatoken.distributed.memory import (
+    choose_dims,
+    count_state_bytes,
+    estimate_memory,
+    holds_low_precision,
+)
 from megatoken.distributed.parallel_dims import build_dims
+from megatoken.model.flops import count_padded_parameters
 from megatoken.plan.dry_run import dry_run
+
+NODE = DistEnv(world_size=8, local_world_size=8)
 
 # Preset, micro-batch, sharding, activation checkpointing, precision, micro-batches of a step, more
 # settings. Each part of the formula is the largest one somewhere.
@@ -63,9 +71,25 @@ def test_the_formula_agrees_with_the_dry_run_to_10_percent(line: str):
     )
 
 
+# As figure 1 of ZeRO (arXiv 1910.02054), but with masters and gradients in fp32: weights, gathered
+# copies, gradients and moments, in bytes of a parameter on each of eight ranks.
+STATE = {
+    "none": 4 + 0 + 4 + 8,
+    "zero1": 4 / 8 + 2 + 4 + 8 / 8,
+    "zero2": 4 / 8 + 2 + 4 / 8 + 8 / 8,
+    "zero3": (4 + 0 + 4 + 8) / 8,
+}
+
+
+@pytest.mark.parametrize("sharding", STATE)
+def test_bytes_of_a_parameter_are_those_of_zero(sharding: str):
+    model = PRESETS["gpt2-124m"]
+    found = count_state_bytes(build_dims(sharding, 1, NODE), model, "adamw", "bf16")
+    assert found == pytest.approx(STATE[sharding] * count_padded_parameters(model), rel=1e-6)
+
+
 def test_the_simplest_sharding_with_which_the_micro_batch_fits():
     """On eight H100s, GPT-2 1558M."""
-    node = DistEnv(world_size=8, local_world_size=8)
     for sharding, machine in (
         ("none", MachineConfig()),
         ("none", MachineConfig(micro_batch=8)),
@@ -74,5 +98,5 @@ def test_the_simplest_sharding_with_which_the_micro_batch_fits():
         ("none", MachineConfig(micro_batch=64, activation_checkpointing="block")),
     ):
         gpu = GPUS["H100"].memory_bytes
-        dims = choose_dims(machine, PRESETS["gpt2-1558m"], "bf16", gpu, node)
+        dims = choose_dims(machine, PRESETS["gpt2-1558m"], "bf16", gpu, NODE)
         assert dims.sharding == sharding
