@@ -156,7 +156,7 @@ class WandB(Sink):
             id=run.state.setdefault("id", f"{run.name}-{os.urandom(4).hex()}"),
             resume="allow",
             dir=str(run.folder),
-            config=run.settings,
+            config=dict(run.settings),
             mode=None if has_key else "offline",
         )
         self._run.define_metric("*", step_metric="step")
