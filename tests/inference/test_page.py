@@ -2,7 +2,7 @@
 
 import re
 import shutil
-import time
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +35,7 @@ def open_page(browser: Browser, served: Served) -> None:
     browser.resize(320)
     browser.open(f"http://localhost:{served.port}/")
     browser.wait_for("document.title !== 'megatoken' || !document.getElementById('error').hidden")
+    browser.evaluate("document.getElementById('temperature').value = '0'")
 
 
 def say(browser: Browser, text: str) -> None:
@@ -56,7 +57,6 @@ def test_the_policy_allows_the_page_s_own_script_and_style_alone():
 def test_a_conversation_by_keyboard(browser: Browser, served: Served):
     open_page(browser, served)
     assert browser.evaluate("document.activeElement.id") == "text"
-    browser.evaluate("document.getElementById('temperature').value = '0'")
     attack = "<img src=x onerror=alert(1)>"
     say(browser, attack)
     browser.wait_for(IDLE)
@@ -79,18 +79,28 @@ def test_a_conversation_by_keyboard(browser: Browser, served: Served):
 
 
 def test_an_answer_is_stopped_by_escape_and_its_row_is_free(browser: Browser, served: Served):
-    hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.03))
+    model = served.engine.model
+    letter = 100 * model.head.weight[ord("e")].detach()
+    steps, gate = [], threading.Event()
+
+    def write_e(_module, _inputs, hidden):
+        steps.append(len(steps) < 9 or gate.wait())
+        return letter.expand_as(hidden)
+
+    hook = model.norm.register_forward_hook(write_e)
     try:
         open_page(browser, served)
         say(browser, "long")
-        browser.wait_for(f"({ANSWERS})[0]?.length > 2")
-        busy = "document.querySelector('.turn.model').getAttribute('aria-busy') === 'true'"
-        assert browser.evaluate(busy)
+        browser.wait_for(f"({ANSWERS})[0]?.startsWith('eee')")
+        [row] = served.engine._running.values()
         browser.press("Escape")
         browser.wait_for(IDLE)
+        wait_until(lambda: row.is_cancelled)
     finally:
+        gate.set()
         hook.remove()
     wait_until(lambda: served.engine.counts == (0, 0))
+    assert len(steps) == 10  # of more than 100
 
 
 def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served):
