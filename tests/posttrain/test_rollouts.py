@@ -154,7 +154,8 @@ def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
 
 def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
     batches = open_batches(open_run(tmp_path))
-    batch = batches.get(0)
+    batch = batches.get(5)
+    assert (batch.targets_BT == 0).any()  # 0 is a token like others
     answers, rewards = score_answers(batch)
     expected = group_advantages(rewards.view(2, 4)).flatten()[:, None]
     advantages = (expected * (batch.targets_BT >= 0)).float()
