@@ -13,6 +13,8 @@ endif
 
 # What machine.precision=auto means in tests: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
+# Images often set it: every process then compiles torch's modules again, some 4 s of CPU time.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quickstart test test-fast test-cuda bench-gpu records faults soak check docs dist clean
 
@@ -67,8 +69,7 @@ soak: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)ruff format --check .
 	$(BIN)ruff check .
-	$(BIN)mypy
-	$(BIN)mypy --platform darwin --cache-dir .mypy_cache/darwin
+	$(BIN)mypy --platform darwin --cache-dir .mypy_cache/darwin & $(BIN)mypy && wait $$!
 
 # The pages of docs/ as a site: build/site/index.html.
 docs: $(VENV)/.dev
