@@ -167,7 +167,7 @@ def test_workers_share_a_sweep_and_take_up_killed_trials(
     recipe: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ):
     trial = tmp_path / "out/trial-000"
-    line = f"sweep {recipe} optim.lr=1e-3|3e-3|1e-2 budget.steps=300 save.every=20steps --out "
+    line = f"sweep {recipe} optim.lr=1e-3|3e-3 budget.steps=300 save.every=20steps --out "
     arguments = f"{line}{tmp_path}/out".split()
     step = 0
     for number, work, code in (
@@ -189,7 +189,6 @@ def test_workers_share_a_sweep_and_take_up_killed_trials(
     assert {row["trial"]: len(row.pop("workers")) for row in shared["trials"]} == {
         "trial-000": 3,
         "trial-001": 1,
-        "trial-002": 1,
     }
     assert [row.pop("workers") for row in serial["trials"]]
     assert shared["trials"] == serial["trials"]
